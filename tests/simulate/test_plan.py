@@ -26,15 +26,18 @@ from headrace.commands.plan.rates.from_run import rates_of_run
 from headrace.commands.plan.rates.hardware import (
     GPUS,
     engine_rates,
+    fits_one,
     replica_gpus,
+    shared_rates,
     trainer_gpus,
     trainer_memory,
     trainer_mesh,
     trainer_rates,
     trainer_traffic,
+    with_beside,
 )
 from headrace.commands.plan.rates.rates import EngineRates, Rates, TrainerRates, save_rates
-from headrace.commands.plan.rates.shapes import SHAPES, shape_of
+from headrace.commands.plan.rates.shapes import SHAPES, Beside, shape_of
 from headrace.commands.plan.sweep import Option, bias, bottleneck, recommended, sweep
 from headrace.core.batches import Batch, Group
 from headrace.core.errors import ConfigError
@@ -49,6 +52,7 @@ from headrace.facts.records import METRICS, StepRow, read_metrics
 from headrace.loop.world import virtual_time
 from headrace.loop.world.surroundings import TurnShape, fixed, parse, real_tokens
 from headrace.run.config import dump_config, load_config
+from headrace.run.rehearsal.memory_needs import read_shape
 
 
 def config_of(**sections: dict[str, Any]) -> Any:
@@ -108,6 +112,40 @@ def test_pools_are_as_large_as_the_model_needs():
     assert [trainer_gpus(h100, SHAPES[name]) for name in ("0.5b", "7b", "32b", "72b")] == [1, 2, 16, 32]
     small, large = (trainer_rates(h100, SHAPES["7b"], gpus) for gpus in (8, 64))
     assert small.token / large.token == pytest.approx(8 * hardware.DOUBLING**3)
+
+
+def test_models_beside_the_policy_take_memory_of_its_ranks(tiny_llama: Path) -> None:
+    """An 8B policy has 131 GB of training state, and its reference 16.4 GB: with both of 64 GB each, three GPUs, so four. A critic has 16 bytes a parameter, a
+    teacher two, and its head whole on each rank."""
+    h100, policy, other = GPUS["h100"], SHAPES["8b"], read_shape(tiny_llama)
+    beside = lambda algo, adapted=False: with_beside(policy, algo, adapted=adapted)  # noqa: E731
+    kl = AlgoConfig(kl={"coef": 0.01})
+    assert beside(AlgoConfig()) == policy == beside(kl, adapted=True)
+    assert beside(kl).beside.split == pytest.approx(2 * 8.19e9)
+    moving = AlgoConfig(kl={"coef": 0.01, "every": 4})
+    assert beside(moving).beside.split == pytest.approx(2 * 8.19e9 + 2 * 1.24e9)
+    critic = beside(AlgoConfig("ppo", critic={"model": str(tiny_llama)})).beside
+    assert critic == Beside(16 * other.parameters, 0.0, other)
+    teacher = beside(AlgoConfig("gkd", distill={"model": str(tiny_llama)})).beside
+    assert teacher == Beside(2 * other.parameters, 2 * other.vocabulary * other.hidden)
+    large = dataclasses.replace(policy, beside=Beside(16 * 8.19e9, 1e9))
+    assert [trainer_gpus(h100, one) for one in (policy, large)] == [4, 8]
+    mesh = trainer_mesh(h100, large, 8)
+    more = trainer_memory(large, mesh).held - trainer_memory(policy, mesh).held
+    assert more == pytest.approx(16 * 8.19e9 / mesh.split + 1e9)
+    small = SHAPES["1.5b"]
+    full = dataclasses.replace(small, beside=Beside(split=40e9))
+    assert fits_one(h100, small) and not fits_one(h100, full)
+    rooms = [shared_rates(GPUS["h200"], one, 16).engine.kv_tokens for one in (small, full)]
+    assert rooms[0] - rooms[1] == pytest.approx(40e9 / small.cache_bytes, abs=1)
+
+
+def test_a_plan_with_too_few_gpus_for_a_critic_says_so(tiny_llama: Path) -> None:
+    algo = {"name": "ppo", "critic": {"model": str(tiny_llama)}}
+    with pytest.raises(
+        ConfigError, match=r"trained, with [\d.e-]+ GB of other models beside it, needs at least 3 GPUs"
+    ):
+        answer(PlanRequest(config=config_of(algo=algo), hardware="h100", model="7b", gpus=2), silent)
 
 
 def test_the_mesh_is_within_a_machine_where_that_holds_it():

@@ -7,6 +7,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -29,7 +30,7 @@ from headrace.models.resolve import cache_dir, short_name
 from headrace.run.auto.gpu_sizes import MICROBATCHES, SLACK, Asking, asking_of, gpu_sizes, values_of
 from headrace.run.config import RunConfig, load_config
 from headrace.run.rehearsal.machine import Machine
-from headrace.run.rehearsal.memory_needs import MemoryPlan, ModelShape, memory_plan, needs, token_activations
+from headrace.run.rehearsal.memory_needs import MemoryPlan, ModelShape, memory_plan, needs, step_activations
 from headrace.trainer.config import ON_CPU
 
 Say = Callable[[str], None]
@@ -77,10 +78,16 @@ class PlanRequest:
     network: float = NETWORK
     """Bytes per second between trainer and engines."""
 
+    @cached_property
+    def shape(self) -> Architecture:
+        """The model that is named, with what its trainer holds beside it. Raises ConfigError for a name that says no size."""
+        adapted = self.config.runs[0].lora.rank > 0
+        return hardware.with_beside(shape_of(self.model), self.config.algo, adapted=adapted)
+
     @property
     def passes(self) -> float:
         """Forward passes that a trained token costs."""
-        model = shape_of(self.model) if self.model else None
+        model = self.shape if self.model else None
         return hardware.passes_of(self.config.train, self.config.algo, model)
 
     def travel(self, engines: int = 1, trainer: int = 1) -> Travel | None:
@@ -88,7 +95,7 @@ class PlanRequest:
         if not self.model:
             return None
         settings, rate = self.config.weight_sync, self.config.train.learning_rate
-        shape, senders = shape_of(self.model), 1
+        shape, senders = self.shape, 1
         if self.hardware and trainer > 1:
             train = self.config.train
             chip, context = hardware.gpu(self.hardware), train.parallel.context
@@ -151,7 +158,7 @@ def with_sizes(request: PlanRequest) -> PlanRequest:
     """Returns the request with numbers for the sizes that its config leaves open on the GPUs that it names."""
     if not (request.hardware and request.model):
         return request
-    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
+    chip, shape = hardware.gpu(request.hardware), request.shape
     if request.gpus < 2 and not hardware.fits_one(chip, shape):
         return request
     config = sized(
@@ -166,12 +173,12 @@ def unused_memory(request: PlanRequest) -> str:
     """Returns a sentence on memory that the planned engines leave unused; an empty string if it is little, or unknown."""
     if not (request.hardware and request.model):
         return ""
-    return unused(request.config, hardware.gpu(request.hardware), shape_of(request.model), _own_gpus(request))
+    return unused(request.config, hardware.gpu(request.hardware), request.shape, _own_gpus(request))
 
 
 def _own_gpus(request: PlanRequest) -> int:
     """The GPUs that one engine has to itself; 0 where it shares one with the trainer."""
-    return hardware.replica_gpus(hardware.gpu(request.hardware), shape_of(request.model)) if request.gpus > 1 else 0
+    return hardware.replica_gpus(hardware.gpu(request.hardware), request.shape) if request.gpus > 1 else 0
 
 
 def _lending(request: PlanRequest, asked: Option) -> Lending | None:
@@ -181,7 +188,7 @@ def _lending(request: PlanRequest, asked: Option) -> Lending | None:
         asked.scenario,
         asked.prediction,
         chip=hardware.gpu(request.hardware) if request.hardware else None,
-        model=shape_of(request.model) if request.model else None,
+        model=request.shape if request.model else None,
         steps=request.steps,
     )
 
@@ -195,7 +202,7 @@ def _turns(request: PlanRequest, asked: Option) -> Alternation | None:
         request.config.train,
         request.config.algo,
         chip=hardware.gpu(request.hardware) if request.hardware else None,
-        model=shape_of(request.model) if request.model else None,
+        model=request.shape if request.model else None,
         change=seconds_of_turns(request.run) if request.run else None,
         steps=request.steps,
     )
@@ -235,7 +242,7 @@ def _rates(request: PlanRequest, say: Say, notes: list[str]) -> tuple[Rates, flo
 
 def _of_data_sheets(request: PlanRequest) -> list[str]:
     """Returns what is known of rates that headrace has not measured itself; nothing if it has measured all of them."""
-    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
+    chip, shape = hardware.gpu(request.hardware), request.shape
     if known(chip, shape).all:
         return []
     return [EXPECTED, *filter(None, [how_far(chip, shape)])]
@@ -252,7 +259,7 @@ def _computed(request: PlanRequest) -> Rates:
         raise ConfigError(
             "--hardware computes rates from the size of the model; name it with --model, for example --model 7b"
         )
-    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
+    chip, shape = hardware.gpu(request.hardware), request.shape
     context = request.config.train.parallel.context
     if request.gpus == 1 and context == 1 and hardware.fits_one(chip, shape):
         shared = hardware.shared_rates(
@@ -261,8 +268,9 @@ def _computed(request: PlanRequest) -> Rates:
         return _as_given(shared, request)
     replica, trainer = hardware.replica_gpus(chip, shape), -(-hardware.trainer_gpus(chip, shape) // context) * context
     if request.gpus < replica + trainer:
+        beside = f", with {shape.beside.split / 1e9:.3g} GB of other models beside it," if shape.beside.split else ""
         raise ConfigError(
-            f"a {request.model} model whose weights are all trained needs at least {replica + trainer} GPUs of {request.hardware} "
+            f"a {request.model} model whose weights are all trained{beside} needs at least {replica + trainer} GPUs of {request.hardware} "
             f"({replica} to generate, {trainer} to train); raise --gpus, or choose a model that fits on one GPU"
         )
     return _split_rates(request, replica=replica, trainer=trainer, replicas=request.config.engine.replicas)
@@ -270,7 +278,7 @@ def _computed(request: PlanRequest) -> Rates:
 
 def _split_rates(request: PlanRequest, *, replica: int, trainer: int, replicas: int) -> Rates:
     """The rates on `replica` GPUs for each of `replicas` engines, and on those of the trainer."""
-    chip, shape, config = hardware.gpu(request.hardware), shape_of(request.model), request.config
+    chip, shape, config = hardware.gpu(request.hardware), request.shape, request.config
     computed = hardware.rates(
         chip,
         shape,
@@ -288,7 +296,7 @@ def _split_rates(request: PlanRequest, *, replica: int, trainer: int, replicas: 
 
 def _as_given(computed: Rates, request: PlanRequest) -> Rates:
     """Returns the rates with what headrace has measured itself, and with the cache that the settings give."""
-    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
+    chip, shape = hardware.gpu(request.hardware), request.shape
     rates = with_own_runs(computed, chip, shape, request.passes)
     tokens = (math.inf if request.kv_gib is None else request.kv_gib) * GIB / shape.cache_bytes
     return msgspec.structs.replace(
@@ -401,7 +409,7 @@ def _assumed_prompts(notes: list[str]) -> Distribution:
 
 def _split_of(request: PlanRequest, scenario: Scenario) -> Split:
     """Returns a function that splits `request.gpus` into the trainer's GPUs and as many replicas as fit on the rest."""
-    chip, shape = hardware.gpu(request.hardware), shape_of(request.model)
+    chip, shape = hardware.gpu(request.hardware), request.shape
     replica = hardware.replica_gpus(chip, shape)
     context = request.config.train.parallel.context
 
@@ -462,7 +470,8 @@ def sized(config: RunConfig, chip: Gpu, model: Architecture, *, gpus: int, train
         mesh = hardware.trainer_mesh(chip, model, trainer, context=config.train.parallel.context)
         memory = hardware.trainer_memory(model, mesh)
         left = hardware.TRAINING_USABLE * chip.memory - memory.held - memory.gathered
-        token = SLACK * hardware.BFLOAT16 * token_activations(model, config.train.gradient_checkpointing) / mesh.tensor
+        kept = step_activations(model, model.beside.critic, config.train.gradient_checkpointing)
+        token = SLACK * hardware.BFLOAT16 * kept / mesh.tensor
         microbatch = next((size for size in MICROBATCHES if size * token <= left), ON_CPU)
     return replace(config, train=replace(config.train, microbatch_tokens=microbatch))
 

@@ -23,11 +23,10 @@ from headrace.commands.plan.rates.rates import (
     step_sizes,
     whole,
 )
-from headrace.commands.plan.rates.shapes import shape_of
 from headrace.commands.plan.sweep import Option, bias, bottleneck, recommendation
 from headrace.core.printing import echo
 from headrace.facts.texts import number, short_time
-from headrace.run.rehearsal.memory_needs import token_activations
+from headrace.run.rehearsal.memory_needs import step_activations
 from headrace.run.worker.engine_loop import HOLD
 from headrace.trainer.parallel import LOOPS, ParallelConfig
 from headrace.views import report as report_package
@@ -121,7 +120,7 @@ def sizes_of(asked: Option, request: PlanRequest) -> StepSizes | None:
     if not request.hardware or request.config.runs[0].lora.rank:
         return None
     scenario, prediction, config = asked.scenario, asked.prediction, request.config
-    chip, model, gpus = hardware.gpu(request.hardware), shape_of(request.model), scenario.rates.trainer.gpus
+    chip, model, gpus = hardware.gpu(request.hardware), request.shape, scenario.rates.trainer.gpus
     mesh = hardware.trainer_mesh(chip, model, gpus, config.train.microbatch, context=config.train.parallel.context)
     rows = scenario.staleness.groups_per_step * scenario.rollout.group_size
     return step_sizes(
@@ -138,7 +137,7 @@ def _weights(request: PlanRequest) -> list[str]:
     """The way of new weights, whole and as differences."""
     if not request.travel():
         return []
-    parameters, share = shape_of(request.model).parameters, changed_share(request.config.train.learning_rate)
+    parameters, share = request.shape.parameters, changed_share(request.config.train.learning_rate)
     full, less = whole(parameters, request.network), difference(parameters, request.network, share)
     return [
         f"  new weights: {gigabytes(full.bytes)} whole, {short_time(full.seconds)} at {request.network / 1e9:g} GB/s; as differences "
@@ -155,7 +154,7 @@ def _ranks(request: PlanRequest, gpus: int) -> list[str]:
     """The ranks of the trainer: their mesh, their memory, and what travels between them."""
     if not request.hardware or gpus < 2:
         return []
-    chip, model, train = hardware.gpu(request.hardware), shape_of(request.model), request.config.train
+    chip, model, train = hardware.gpu(request.hardware), request.shape, request.config.train
     tokens = train.microbatch
     mesh = hardware.trainer_mesh(chip, model, gpus, tokens, context=train.parallel.context)
     moved, memory = hardware.trainer_traffic(model, mesh), hardware.trainer_memory(model, mesh)
@@ -180,7 +179,7 @@ def _piped(request: PlanRequest, asked: Option) -> list[str]:
     gpus, schedule = asked.scenario.rates.trainer.gpus, request.config.train.parallel.schedule
     if not request.hardware or gpus < 2:
         return []
-    model, tokens = shape_of(request.model), request.config.train.microbatch
+    model, tokens = request.shape, request.config.train.microbatch
     if gpus * LOOPS[schedule] > model.layers:
         return []
     trained = asked.prediction.tokens_per_second * asked.prediction.seconds_per_step
@@ -206,9 +205,11 @@ def _piped(request: PlanRequest, asked: Option) -> list[str]:
 
 def _longest(request: PlanRequest, mesh: ParallelConfig, moved: Traffic) -> list[str]:
     """The activations of the longest row there can be, which has a microbatch of its own."""
-    model, train, row = shape_of(request.model), request.config.train, request.config.engine.context_length
+    model, train, row = request.shape, request.config.train, request.config.engine.context_length
     kept = BFLOAT16 * row / mesh.context
-    now, other = (token_activations(model, on) * kept for on in (train.gradient_checkpointing, True))
+    now, other = (
+        step_activations(model, model.beside.critic, on) * kept for on in (train.gradient_checkpointing, True)
+    )
     lines = [
         f"  a row of engine.context_length = {number(row)} tokens keeps {gigabytes(now)} of activations on "
         + ("its rank" if mesh.context == 1 else f"each of its {mesh.context} ranks")

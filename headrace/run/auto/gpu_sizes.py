@@ -154,7 +154,7 @@ def gpu_sizes(plan: MemoryPlan, shape: ModelShape, machine: Machine, asking: Ask
             held[who] += need.bytes if who != "engine" or engine else 0.0
     room = usable(machine.gpu_free, machine.gpu[1], asking.processes + engine + trainer)
     room -= asking.others + held["between"]
-    token = SLACK * step_activations(shape, plan) * BYTES[plan.train_dtype]
+    token = SLACK * step_activations(shape, plan.critic, plan.train.gradient_checkpointing) * BYTES[plan.train_dtype]
     left = room - held["trainer"] - (held["engine"] if both and not turns else 0.0)
     left -= OF_SERVER if both and turns and plan.engine.is_server else 0.0  # its graphs stay while it sleeps
     share = BESIDE if both and not turns else ALONE

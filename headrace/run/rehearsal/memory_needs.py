@@ -410,7 +410,7 @@ def _trainer(shape: ModelShape, plan: MemoryPlan) -> Iterator[MemoryNeed]:
         whole = 4 * trained / train.parallel.tensor * everyone
         yield MemoryNeed("trainer", "gradients of the whole model in each rank, until they are summed", whole, device)
     yield MemoryNeed("trainer", COPY, checkpoint_bytes(shape, plan), "cpu")
-    kept = train.microbatch * step_activations(shape, plan) * computing
+    kept = train.microbatch * step_activations(shape, plan.critic, train.gradient_checkpointing) * computing
     yield MemoryNeed("trainer", ACTIVATIONS, kept * everyone, device)
 
 
@@ -446,10 +446,9 @@ def _teacher(plan: MemoryPlan) -> Iterator[MemoryNeed]:
         yield MemoryNeed("trainer", "teacher while the engine has the GPU", held, "cpu", certain=True)
 
 
-def step_activations(shape: Widths, plan: MemoryPlan) -> int:
+def step_activations(policy: Widths, critic: Widths | None, checkpointing: bool) -> int:
     """Returns the elements that are kept of a token by the policy, and by the critic's own model, whose backward passes are one."""
-    models = [shape, *([plan.critic] if plan.critic else [])]
-    return sum(token_activations(model, plan.train.gradient_checkpointing) for model in models)
+    return sum(token_activations(model, checkpointing) for model in (policy, critic) if model)
 
 
 def token_activations(shape: Widths, checkpointing: bool) -> int:

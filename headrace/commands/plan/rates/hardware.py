@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from headrace.algo.config import AlgoConfig
 from headrace.commands.plan.rates.mesh import Heads, RankMemory, Traffic, rank_memory, traffic
 from headrace.commands.plan.rates.rates import BFLOAT16, EngineRates, Rates, TrainerRates, Travel, whole
-from headrace.commands.plan.rates.shapes import Architecture
+from headrace.commands.plan.rates.shapes import Architecture, Beside
 from headrace.core.errors import ConfigError
 from headrace.run.rehearsal.memory_needs import shapes_beside
 from headrace.trainer.config import TrainConfig
@@ -96,8 +96,9 @@ def replica_gpus(chip: Gpu, model: Architecture) -> int:
 
 
 def trainer_gpus(chip: Gpu, model: Architecture) -> int:
-    """Returns the fewest GPUs, a power of two, that hold the sharded training state."""
-    return _power_of_two(model.parameters * TRAINING_BYTES / (TRAINING_USABLE * chip.memory))
+    """Returns the fewest GPUs, a power of two, that hold the sharded training state, and what is beside it."""
+    room = TRAINING_USABLE * chip.memory - model.beside.whole
+    return _power_of_two((model.parameters * TRAINING_BYTES + model.beside.split) / room)
 
 
 def trainer_mesh(
@@ -157,6 +158,21 @@ def _beside(passes: float, algo: AlgoConfig) -> float:
     return found
 
 
+def with_beside(model: Architecture, algo: AlgoConfig, *, adapted: bool) -> Architecture:
+    """Returns the policy's shape with what its trainer holds beside it, whose sizes are those of `run/rehearsal/memory_needs.py`. `adapted`: whether an
+    adapter is trained, whose base is the reference. Raises ConfigError for a model that cannot be found."""
+    critic, teacher = shapes_beside(algo)
+    split = whole = 0.0
+    if critic:
+        split += TRAINING_BYTES * critic.parameters
+    if teacher:
+        split += BFLOAT16 * teacher.parameters
+        whole += BFLOAT16 * teacher.vocabulary * teacher.hidden
+    if algo.reference_in_loss and not adapted:  # embeddings of one that moves stay in float32
+        split += BFLOAT16 * (model.parameters + (model.outer if algo.recipe.kl.every else 0.0))
+    return dataclasses.replace(model, beside=Beside(split, whole, critic))
+
+
 def token_seconds(
     chip: Gpu, model: Architecture, mesh: ParallelConfig, microbatch: int, passes: float = PASSES
 ) -> float:
@@ -173,7 +189,9 @@ def token_seconds(
 def trainer_memory(model: Architecture, mesh: ParallelConfig) -> RankMemory:
     experts = model.experts if mesh.expert > 1 else 0.0
     inner = model.parameters - model.outer - experts
-    return rank_memory(mesh, layers=model.layers, inner=inner, outer=model.outer, experts=experts)
+    memory = rank_memory(mesh, layers=model.layers, inner=inner, outer=model.outer, experts=experts)
+    whole = model.beside.whole if mesh.split > 1 else 0.0
+    return dataclasses.replace(memory, held=memory.held + model.beside.split / mesh.split + whole)
 
 
 def trainer_traffic(model: Architecture, mesh: ParallelConfig) -> Traffic:
@@ -203,8 +221,8 @@ def neighbours_link(chip: Gpu, mesh: ParallelConfig) -> float:
 
 
 def fits_one(chip: Gpu, model: Architecture) -> bool:
-    """Returns whether one GPU holds both pools: training, two versions of the served weights, and a useful cache."""
-    return (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters <= TRAINING_USABLE * chip.memory
+    """Returns whether one GPU holds both pools: training with what is beside it, two versions of the served weights, and a useful cache."""
+    return (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters + model.beside.split <= TRAINING_USABLE * chip.memory
 
 
 def _power_of_two(least: float) -> int:
@@ -292,7 +310,8 @@ def rates(
 def shared_rates(chip: Gpu, model: Architecture, max_running: int, name: str = "", passes: float = PASSES) -> Rates:
     """Returns the rates of engine and trainer on one GPU, as headrace runs today. The GPU is counted for the engine."""
     engine, trainer = engine_rates(chip, model, 1, max_running), trainer_rates(chip, model, 1, passes=passes)
-    room = (USABLE * chip.memory - (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters) / model.cache_bytes
+    held = (TRAINING_BYTES + 2 * BFLOAT16) * model.parameters + model.beside.split
+    room = (USABLE * chip.memory - held) / model.cache_bytes
     return Rates(
         replace(engine, kv_tokens=float(max(0, int(room)))),
         replace(trainer, gpus=0),

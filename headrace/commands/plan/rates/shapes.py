@@ -6,9 +6,22 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace.commands.plan.rates.rates import BFLOAT16
 from headrace.core.errors import ConfigError
+from headrace.run.rehearsal.memory_needs import Widths
+
+
+class Beside(NamedTuple):
+    """Memory of a trainer beside that of the policy: of a critic's own model, a teacher, a reference."""
+
+    split: float = 0.0
+    """Bytes that are spread over its ranks as the policy's weights are."""
+    whole: float = 0.0
+    """Bytes that each rank has."""
+    critic: Widths | None = None
+    """The sizes of a critic's own model, which keeps activations too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +42,7 @@ class Architecture:
     """Parameters of all experts."""
     width: float = 0.0
     """Elements that a token sends to experts: layers · chosen experts · hidden size."""
+    beside: Beside = Beside()
 
     @property
     def cache_bytes(self) -> int:
