@@ -7,6 +7,7 @@ import io
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,19 @@ class RunsBoard:
             return self._browsers[name]
 
     def csv(self, names: Sequence[str], metrics: Sequence[str]) -> Iterator[str]:
-        """Returns the lines of a table: one row for each run and step, one column for each number. Raises Refused (404)."""
-        return _table({name: self.run(name) for name in names}, metrics)
+        """Returns the lines of a table: one row for each run and step, one column for each number. Raises Refused (404) for a run that is not here, and for a
+        number that none of them has."""
+        runs = {name: self.run(name) for name in names}
+        for run in runs.values():  # a table is whole, however long a run is; pages say how much of it they have read
+            while not self.closed and run.catch_up(PATIENCE):
+                pass
+        known = {metric for run in runs.values() for metric in run.numbers.columns.names}
+        if unknown := [metric for metric in metrics if metric not in known]:
+            close = get_close_matches(unknown[0], known, n=3)
+            raise Refused(
+                404, f"no run has a number {unknown[0]}" + (f"; close are {', '.join(close)}" if close else "")
+            )
+        return _table(runs, metrics)
 
 
 def _table(runs: Mapping[str, FollowedRun], metrics: Sequence[str]) -> Iterator[str]:

@@ -290,7 +290,7 @@ def test_the_overview_knows_whether_a_run_goes_on(runs: Path) -> None:
 
 @pytest.mark.parametrize(
     "path",
-    few([*(f"part?part={part}" for part in PARTS), "lanes?", "rollouts?", "differences?", "csv?metric=loss", "curves?metric=loss", "metrics?"], keep=4),
+    few([*(f"part?part={part}" for part in PARTS), "lanes?", "rollouts?", "differences?", "csv?metric=train/loss", "curves?metric=train/loss", "metrics?"], keep=4),
 )  # fmt: skip
 def test_a_run_that_was_deleted_is_not_shown_and_its_name_may_be_given_again(path: str, tmp_path: Path):
     for number, name in enumerate(("one", "other")):
@@ -413,6 +413,29 @@ def test_curves_and_table_have_the_numbers_of_the_run(client: TestClient, runs: 
     assert table[0] == "run,step,minutes,tokens,reward/drawn" and len(table) == 31
     assert [float(line.split(",")[-1]) for line in table[1:]] == rewards
     assert client.get("/api/metrics", params={"run": "first"}).json()["reward/drawn"] == {"first": rewards[-1]}
+    refused = client.get("/api/csv", params={"run": "first", "metric": "reward/draw"})
+    assert refused.status_code == 404 and "no run has a number reward/draw; close are reward/drawn" in refused.text
+
+
+def test_a_table_is_whole_though_little_of_a_long_run_has_been_read(tmp_path: Path) -> None:
+    """Pages read a run for 0.7 s at a time, and say how much of it they know."""
+    write_run(tmp_path / "long")
+    for kept in (INDEX, DIGEST):  # as of a run that an earlier version made
+        (tmp_path / "long" / kept).unlink()
+    shares = []
+
+    class Slow(FollowedRun):
+        def catch_up(self, seconds: float) -> bool:
+            more = self.read(5000)
+            self._own.size = self._offset
+            self._read_indexes()
+            shares.append(self.read_share)
+            return more
+
+    board = board_of(tmp_path)
+    board._opened["long"] = Slow(tmp_path / "long")
+    assert len(list(board.csv(["long"], ["reward/drawn"]))) == 31
+    assert shares[0] < 0.5 and shares[-1] == 1
 
 
 def test_names_and_measured_speeds_are_no_settings_that_differ(tmp_path: Path):
