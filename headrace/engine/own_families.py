@@ -250,6 +250,8 @@ class OwnFamily:
     kernels do so."""
     values_normed: bool = False
     """Whether values are normed, each head by itself and without weights. Only the C++ kernels do so."""
+    placeholders: tuple[str, ...] = ()
+    """Names in the outer config of tokens whose embedding is that of padding where nothing stands in their place."""
     lacks: Callable[[Any], str] = _nothing
     """Empty, or what a config asks for and no decoder of ours has, a whole clause."""
     sure: bool = True
@@ -378,11 +380,21 @@ MAMBA = Names(
 
 
 def _gemma4_lacks(of: Any) -> str:
-    return "it has experts beside a feed-forward part (enable_moe_block)" if of.enable_moe_block else ""
+    return (
+        "it has experts beside a feed-forward part (enable_moe_block)" if getattr(of, "enable_moe_block", False) else ""
+    )
 
 
 QWEN3_5 = OwnFamily(norm_offset=1.0, recurrence=_qwen3_5_delta, gated=True, sure=False)
 
+GEMMA4 = replace(
+    GEMMA2,
+    norm_offset=0.0,
+    values_normed=True,
+    placeholders=("image_token_id", "video_token_id", "audio_token_id"),
+    lacks=_gemma4_lacks,
+    sure=False,
+)
 FAMILIES: Mapping[str, OwnFamily] = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -390,7 +402,8 @@ FAMILIES: Mapping[str, OwnFamily] = {
     "qwen3": LLAMA,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA2,
-    "gemma4_text": replace(GEMMA2, norm_offset=0.0, values_normed=True, lacks=_gemma4_lacks, sure=False),
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "vaultgemma": replace(GEMMA2, names=Names(before_mlp="pre_feedforward_layernorm")),
     "qwen3_moe": replace(LLAMA, routing=_qwen3_moe),
     "mixtral": replace(LLAMA, routing=_mixtral),
@@ -496,5 +509,10 @@ FAMILIES: Mapping[str, OwnFamily] = {
 """Families by `model_type`."""
 OWN_FAMILIES = tuple(FAMILIES)
 SURE_FAMILIES = tuple(name for name, family in FAMILIES.items() if family.sure)
-TEXT_PARTS: Mapping[str, str] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+TEXT_PARTS: Mapping[str, str] = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+}
 """Models of text and images whose part for text, without images, is served alone, and the family that it is of."""

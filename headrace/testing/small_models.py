@@ -60,6 +60,14 @@ LAYER_LISTS = (
     "mlp_only_layers",
     "no_rope_layers",
 )
+GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 16,
+    "use_double_wide_mlp": True,
+}
+GEMMA4_UNIFIED = {name: value for name, value in GEMMA4.items() if name != "hidden_size_per_layer_input"}
 OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
     "codegen": {"rotary_dim": 8},
@@ -94,13 +102,10 @@ OWN: dict[str, dict[str, Any]] = {
     "dots3_note": {"num_key_value_heads": 4},
     "dots3_note_text": {"num_key_value_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "gemma4_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-        "global_head_dim": 32,
-        "hidden_size_per_layer_input": 16,
-        "use_double_wide_mlp": True,
-    },
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
+    "gemma4_unified": GEMMA4_UNIFIED,
+    "gemma4_unified_text": GEMMA4_UNIFIED,
     "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 8, "moe_topk": 2},

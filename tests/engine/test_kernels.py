@@ -30,6 +30,7 @@ from headrace.engine.native.runners.adapter_tensors import PREFIX
 from headrace.engine.native.runners.skeleton import read
 from headrace.engine.native.sampler import draw, sample
 from headrace.models.saved_buffers import saved_buffers
+from headrace.testing.small_models import small_model
 from support.few import few
 from support.sampling import same
 from support.tiny_models import LONGROPE, RunnerDriver, make, prompts
@@ -369,6 +370,25 @@ def _merged(name: str, tensors: dict[str, torch.Tensor], scale: float) -> Any:
         if f"{module}.lora_A.weight" in tensors:
             parameter.data += scale * tensors[f"{module}.lora_B.weight"] @ tensors[f"{module}.lora_A.weight"]
     return model
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_the_language_part_of_a_model_that_sees_is_served_by_its_own_names(kind, tmp_path):
+    """A token in whose place an image would be is read as padding, and scored as itself. So is an adapter of the whole model."""
+    model = small_model(kind)
+    model.save_pretrained(tmp_path)
+    runner = KernelRunner(read(tmp_path, torch.float32, CPU), 256, dtype=torch.float32, device=CPU, max_adapters=1)
+    ours = RunnerDriver(runner, dict(model.named_parameters()) | saved_buffers(model))
+    text = [5, 9, model.config.image_token_id, 7, model.config.image_token_id, *range(10, 40)]
+    torch.testing.assert_close(ours.logprobs(text), wanted(model, text), rtol=0, atol=3e-5)
+    rank, tensors = 4, {}
+    for key, weight in model.named_parameters():
+        if "language_model.layers" in key and re.search(r"(q|o|down)_proj.weight$", key):
+            pair = {"A": torch.randn(rank, weight.shape[1]) * 0.1, "B": torch.randn(len(weight), rank) * 0.1}
+            weight.data += 2 * pair["B"] @ pair["A"]
+            tensors |= {f"{PREFIX}{key.removesuffix('.weight')}.lora_{one}.weight": it for one, it in pair.items()}
+    runner.use_adapter(0, runner.prepare_adapter(AdapterSpec("a", rank, 2.0 * rank), tensors))
+    torch.testing.assert_close(ours.logprobs(text, adapter=0), wanted(model, text), rtol=0, atol=3e-5)
 
 
 def test_an_adapter_for_another_model_is_refused():

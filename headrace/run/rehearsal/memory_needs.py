@@ -119,7 +119,7 @@ def read_shape(directory: Path) -> ModelShape:
 def _keys_and_values(text: Mapping[str, Any], layers: int, usual: int) -> int:
     """Returns the numbers of a token's keys and values in `layers` that attend. `usual`: those of the keys in one. Layers of Gemma 4 have others by their kind, or
     read those of layers before."""
-    if text.get("model_type") != "gemma4_text":
+    if text.get("model_type") not in ("gemma4_text", "gemma4_unified_text"):
         return 2 * layers * usual
     heads, width = _number(text, "num_key_value_heads"), _number(text, "head_dim")
     wide = {"head_dim": _number(text, "global_head_dim") or width}

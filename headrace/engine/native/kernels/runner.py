@@ -352,7 +352,7 @@ class KernelRunner:
                 into.experts, into.chosen, into.normalise_chosen = routing.experts, routing.chosen, routing.normalise
                 into.sigmoid, into.chosen_scale = routing.sigmoid, routing.scale
                 into.mixture = sum(before.experts for before in spec.layers[:index])
-        embed, own = packer.copy(weights.embed), weights.per_layer
+        embed, own = self._embedding(packer, weights.embed), weights.per_layer
         model = binding.ModelStruct(
             layers=len(layers),
             hidden=spec.hidden,
@@ -378,11 +378,16 @@ class KernelRunner:
             per_layer=spec.per_layer,
         )
         if own is not None:
-            model.per_layer_embed = address(packer.copy(own.embed))
+            model.per_layer_embed = address(self._embedding(packer, own.embed))
             model.per_layer_into, model.per_layer_norm = packer.linear(own.into), packer.wide(own.norm)
         for i, (_, (cos, sin)) in enumerate(sorted(self._tables.items())):
             model.cos[i], model.sin[i] = address(cos), address(sin)
         return Packed(model, [layers, packer])
+
+    def _embedding(self, packer: Packer, weight: torch.Tensor) -> torch.Tensor:
+        embed = packer.copy(weight)
+        embed[list(self.spec.placeholders)] = embed[self.spec.padding].clone()
+        return embed
 
     def use(self, weights: Packed) -> Packed | None:
         replaced, self._live = self._live, weights

@@ -12,6 +12,7 @@ import torch
 from headrace.core.weights import AdapterSpec
 from headrace.engine.native.runners.families import LayerSpec, Spec, expert_shapes, linear_shapes, products
 from headrace.engine.native.runners.layers import Adapter, AdapterLayer, ExpertPair, Pair, Stack
+from headrace.engine.native.runners.skeleton import named_as_part
 
 Number = TypeVar("Number", int, float)
 
@@ -38,7 +39,7 @@ def read_adapter(
 ) -> Adapter:
     """Raises ValueError naming the first tensor that the base model has no place for."""
     there = "q, k, v, o, gate, up and down projections and experts can be adapted"
-    found = matrices_of(spec, tensors, _module_shapes(base), there)
+    found = matrices_of(spec, named_as_part(tensors, PREFIX), _module_shapes(base), there)
 
     def layer(index: int, of: LayerSpec) -> AdapterLayer:
         prefix = f"model.layers.{index}."

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.engine.native.runners.skeleton import Skeleton, fuse
+from headrace.engine.native.runners.skeleton import Skeleton, fuse, named_as_part
 from headrace.engine.own_families import FAMILIES, OWN_FAMILIES, Clamp, Names, QueryGrowth, Recurrence, Routing
 
 Tensors = Mapping[str, torch.Tensor]
@@ -109,6 +109,9 @@ class Spec:
     residual_scale: float
     logit_scale: float
     """Factor of the logits."""
+    placeholders: tuple[int, ...]
+    """Tokens whose embeddings are that of `padding`."""
+    padding: int
     logit_cap: float
     """Bound of the logits, as `LayerSpec.cap` is that of scores."""
     grows: QueryGrowth | None
@@ -230,6 +233,7 @@ class Weights:
 
 def refusal(skeleton: Skeleton) -> str:
     """Empty if a `Spec` can describe the model to the last parameter; else the reason why not, a whole clause."""
+    skeleton = skeleton.language or skeleton
     config = skeleton.config
     if config.model_type not in OWN_FAMILIES:
         return f"{config.model_type} is none of the families that have a decoder of ours ({', '.join(OWN_FAMILIES)})"
@@ -280,6 +284,7 @@ def mixes(skeleton: Skeleton) -> bool:
 
 
 def read_spec(skeleton: Skeleton) -> Spec:
+    skeleton = skeleton.language or skeleton
     config, shapes, geometry = skeleton.config, skeleton.shapes, skeleton.geometry
     family = FAMILIES[config.model_type]
     names, first = family.names, f"model.layers.{skeleton.attention.layers[0] if skeleton.attention else 0}."
@@ -318,6 +323,8 @@ def read_spec(skeleton: Skeleton) -> Spec:
         embed_scale=family.embed_scale(config),
         residual_scale=family.residual_scale(config),
         logit_scale=family.logit_scale(config),
+        placeholders=skeleton.placeholders,
+        padding=getattr(config, "pad_token_id", None) or 0,
         logit_cap=family.logit_cap(config),
         grows=family.grows(config),
         clamp=family.clamp(config),
@@ -398,7 +405,7 @@ def rotary_tables(
     """Returns cos and sin [length, D] float32 for every kind of layer, computed by the model's own module. D is less than a head where a part of it
     has no positions."""
     family, config = FAMILIES[skeleton.model_type], skeleton.config
-    rotary = getattr(skeleton.model.model, family.names.rotary)
+    rotary = getattr((skeleton.language or skeleton).model.model, family.names.rotary)
     kinds = [] if rotary is None else sorted(set(config.layer_types)) if _by_kind(config) else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)
     made = {kind: rotary(like, positions, *([kind] if kind else [])) for kind in kinds}
@@ -564,7 +571,8 @@ def _has_bias(spec: Spec, name: str) -> bool:
 
 
 def read_weights(spec: Spec, tensors: Tensors) -> Weights:
-    """`tensors`: every parameter by its canonical name, shapes checked."""
+    """`tensors`: every parameter by its canonical name, shapes checked; those of other parts than the language part are not read."""
+    tensors = named_as_part(tensors)
     embed = tensors["model.embed_tokens.weight"]
     layers = [_layer_weights(spec, layer, _Layer(tensors, index)) for index, layer in enumerate(spec.layers)]
     norm = (tensors[f"{spec.names.norm}.weight"].float() + spec.norm_offset) * spec.logit_scale

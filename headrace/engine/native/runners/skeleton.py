@@ -10,19 +10,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from headrace.core.errors import ConfigError
 from headrace.engine.native.runners.attention import Geometry
+from headrace.engine.own_families import FAMILIES, TEXT_PARTS
 from headrace.models.image_embedding import show_images
 from headrace.models.images import ALWAYS_APART
 from headrace.models.saved_buffers import saved_buffers
 
+Value = TypeVar("Value")
 ATTENTION = "headrace"
 """Its name is in no mask table of transformers, so models pass it no mask: our runner decides which tokens attend to which."""
 
@@ -84,6 +86,10 @@ class Skeleton:
     vocabulary: int
     context_length: int | None
     """Positions the model was made for, or those that an engine serves of it."""
+    language: Skeleton | None = None
+    """The language part as a model of its own, where it is a part of the model whose family is served alone without images."""
+    placeholders: tuple[int, ...] = ()
+    """Tokens of the language part that are read as padding: those in whose place images, videos or sounds would be."""
     images: int = 0
     """Rows of features of images, whose numbers in prompts follow those of the vocabulary."""
 
@@ -132,6 +138,11 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
     what = f"{model_dir.name} ({config.model_type})"
     if reason := unservable(config):
         raise ConfigError(f"{what} cannot be served by the native engine: {reason}; choose another model")
+    whole = _without_images(config, dtype, device, what)
+    return replace(whole, images=show_images(whole.model, model_dir), language=_language_part(whole, dtype, device))
+
+
+def _without_images(config: Any, dtype: torch.dtype, device: torch.device, what: str) -> Skeleton:
     model, attention, objection = _over_blocks(config, dtype)
     if model is None:
         model = _build(config, dtype, None, what)
@@ -144,7 +155,6 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
         ) from error
     kept = saved_buffers(model)
     text = model.config.get_text_config(decoder=True)
-    images = show_images(model, model_dir)
     return Skeleton(
         model=model,
         config=text,
@@ -154,7 +164,6 @@ def read(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Skeleton:
         objection=objection,
         vocabulary=_vocabulary(model, text),
         context_length=getattr(text, "max_position_embeddings", None),
-        images=images,
     )
 
 
@@ -382,6 +391,36 @@ def _make_buffers(model: Any, device: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)
     model.initialize_weights()
+
+
+# --- The language part of a model of text and images
+
+
+INSIDE = "model.language_model."
+"""How names of the language part begin in a model that sees, where it is not the model itself."""
+
+
+def _language_part(whole: Skeleton, dtype: torch.dtype, device: torch.device) -> Skeleton | None:
+    """The language part as a model of its own, where it is a part, and of a family of which that is served alone (`TEXT_PARTS`)."""
+    inside = {
+        name: shape for name, shape in whole.shapes.items() if name.startswith(INSIDE) or name == "lm_head.weight"
+    }
+    if whole.model.config.model_type not in TEXT_PARTS or len(inside) < 2:
+        return None
+    part = _without_images(whole.config, dtype, device, whole.config.model_type)
+    if part.shapes != named_as_part(inside):
+        return None
+    given = (getattr(whole.model.config, name, None) for name in FAMILIES[part.model_type].placeholders)
+    return replace(part, placeholders=tuple(sorted({token for token in given if token is not None})))
+
+
+def named_as_part(values: Mapping[str, Value], before: str = "") -> dict[str, Value]:
+    """Values by their names in the language part alone. `before`: what stands before the names."""
+    inside = before + INSIDE
+    return {
+        f"{before}model.{name.removeprefix(inside)}" if name.startswith(inside) else name: value
+        for name, value in values.items()
+    }
 
 
 # --- New weights
