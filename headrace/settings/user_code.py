@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,6 +142,21 @@ def _led_to_by(path: Path, root: Path) -> set[Path]:
                 parts = module.split(".") if module else []
                 named |= {file for alias in names for file in _files_of(base, [*parts, alias.name])}
     return named
+
+
+def packages_behind(files: Iterable[Path]) -> set[str]:
+    """Returns the names of packages that files of the user's import, those of Python and modules beside them left out."""
+    found: set[str] = set()
+    for path in files:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                nodes = list(ast.walk(ast.parse(path.read_bytes())))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+        found |= {name for whole in names if not any(_files_of(path.parent, [name := whole.partition(".")[0]]))}
+    return found - sys.stdlib_module_names
 
 
 def _files_of(base: Path, parts: Sequence[str]) -> Iterator[Path]:

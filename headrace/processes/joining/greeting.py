@@ -105,6 +105,8 @@ class Terms(Struct, frozen=True):
     """`model.path` of the run; empty for one that runs the user's code, which needs no model."""
     files: dict[str, str]
     """The digest of every file that both must have, by name or path (both in `same_model.py`)."""
+    packages: dict[str, str] = {}
+    """The version of every installed package that the user's files import."""
 
 
 class DoctorQuestion(Struct, frozen=True):

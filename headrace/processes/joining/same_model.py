@@ -13,7 +13,7 @@ import xxhash
 from headrace.core.errors import ConfigError
 from headrace.models.resolve import resolve_model
 from headrace.processes.joining.greeting import Agreed, Terms
-from headrace.settings.user_code import code_behind
+from headrace.settings.user_code import code_behind, packages_behind
 
 # --- The packages that decide what an engine computes
 # The packages that decide what an engine computes, and whether two machines have the same.
@@ -55,12 +55,25 @@ def code_terms(files: Iterable[str]) -> Terms:
             found[file] = _digest(Path(file))
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
-    return Terms("", found)
+    return Terms("", found, _imported(map(Path, found)))
+
+
+def _imported(files: Iterable[Path]) -> dict[str, str]:
+    """The versions of the packages that files import. A name that several packages share (`google`) says nothing about either."""
+    if not (names := packages_behind(files)):
+        return {}
+    known = importlib.metadata.packages_distributions()
+    found = (known.get(name, ()) for name in sorted(names))
+    return {of[0]: _version(of[0]) for of in map(tuple, map(set, found)) if len(of) == 1 and of[0] != "headrace"}
 
 
 def agree_to(terms: Terms, own_model: str = "") -> Agreed:
     """The answer of this machine to terms of either kind. `own_model`: as for `agree`."""
-    return agree(terms, own_model) if terms.model else Agreed(unable=code_problem(terms.files))
+    return (
+        agree(terms, own_model)
+        if terms.model
+        else Agreed(unable=code_problem(terms.files) or package_problem(terms.packages))
+    )
 
 
 def code_problem(files: Mapping[str, str]) -> str:
@@ -72,6 +85,15 @@ def code_problem(files: Mapping[str, str]) -> str:
             else f"{file} is not the run's: its content differs. Copy the run's file to this machine, or start the run anew if it is that one which has changed"
         )
     return ""
+
+
+def package_problem(packages: Mapping[str, str]) -> str:
+    """Returns which packages that the run's files import are others on this machine; empty if none is. `packages`: their versions there, by name."""
+    here = {name: _version(name) for name in packages}
+    if not (found := differing(here, packages)):
+        return ""
+    lacking = " ".join(f"{name}=={theirs}" for name, theirs in packages.items() if differing(here, {name: theirs}))
+    return f"packages that the run's files import are others on this machine: {found}; pip install {lacking} here"
 
 
 def changed_code(files: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -488,6 +489,23 @@ def test_the_user_s_files_are_compared_by_content(tmp_path: Path) -> None:
     assert f"the run's file {path} is not on this machine" in code_problem(terms.files)
     with pytest.raises(ConfigError, match="cannot be read"):
         code_terms([path])
+
+
+def test_packages_that_the_user_s_files_import_have_the_run_s_versions(tmp_path: Path) -> None:
+    """Those of files beside it, and of imports in functions; not Python's own, those beside it and those that are not installed."""
+    (tmp_path / "reward.py").write_text(
+        "import json, beside, torch.nn\n\ndef exact(completions):\n    import nowhere_at_all\n    from numpy import array\n"
+    )
+    (tmp_path / "beside.py").write_text("import msgspec\n")
+    terms = code_terms([str(tmp_path / "reward.py")])
+    assert terms.packages == {name: importlib.metadata.version(name) for name in ("msgspec", "numpy", "torch")}
+    assert not agree_to(terms).unable
+    older = msgspec.structs.replace(terms, packages={**terms.packages, "msgspec": "0.1.2", "no-such-package": "3.4"})
+    ours = terms.packages["msgspec"]
+    assert agree_to(older).unable == (
+        f"packages that the run's files import are others on this machine: msgspec {ours} (the run has 0.1.2), no-such-package none (the run has 3.4); "
+        "pip install msgspec==0.1.2 no-such-package==3.4 here"
+    )
 
 
 @pytest.mark.parametrize("also_here", [False, True])
