@@ -26,7 +26,7 @@ from headrace.episodes.tasks.rows import images_in
 from headrace.loop.checkpoints import ChangedSettings
 from headrace.loop.staleness import StalenessConfig, still_bounded
 from headrace.run.config import RunConfig, set_runs
-from headrace.settings.user_code import code_behind
+from headrace.settings.user_code import code_behind, packages_behind
 
 Steps = Literal["refused", "set aside", "repeated"]
 Groups = Literal["kept", "dropped"]
@@ -312,8 +312,8 @@ def check_bound(was: StalenessConfig, now: StalenessConfig) -> None:
 
 # --- Digests of the files that settings name: rows, code of rewards and environments, tokenizers
 # They stand in `config.toml`, as comments below the settings, so that a resumed run finds out what has changed. Code that such a file names by its absolute
-# path counts too, as in what `headrace import` writes around a reward function of verl, and so do the modules beside it that it imports. Installed packages are not
-# looked at.
+# path counts too, as in what `headrace import` writes around a reward function of verl, and so do the modules beside it that it imports, and the
+# versions of the installed packages that these import.
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".gguf")
 """Files of which the size and some pieces count: to read them takes as long as to load a model."""
@@ -329,7 +329,7 @@ def contents_of(
     config: RunConfig, recorded: Mapping[str, str] = NONE_RECORDED, *, of_sets: bool = False
 ) -> dict[str, str]:
     """A digest for each setting that names files which are there, unless it may change freely. `recorded`: the digests of a run that goes on; one of
-    the form before 2026-11-30, which knew of weights their size alone, stays where it still holds. `of_sets`: whether the code that evaluation sets
+    the form before 2026-12-01, which knew of weights their size alone and no packages, stays where it still holds. `of_sets`: whether the code that evaluation sets
     have of their own counts."""
     found = _digests(settings_of(config), recorded)
     if (
@@ -339,7 +339,9 @@ def contents_of(
         found["task.images"] = xxhash.xxh3_128(images).hexdigest()
     for named, run in set_runs(config).items() if of_sets else ():
         code = [(name, value) for name, value in settings_of(run) if name.startswith(USED_BY_HOSTS)]
-        found |= {f"eval.sets.{named}.{name}": digest for name, digest in _digests(code).items()}
+        before = f"eval.sets.{named}."
+        theirs = {name.removeprefix(before): digest for name, digest in recorded.items() if name.startswith(before)}
+        found |= {f"{before}{name}": digest for name, digest in _digests(code, theirs).items()}
     return found
 
 
@@ -383,9 +385,11 @@ def _digest(paths: Iterable[Path], *, parts: bool = False, earlier: bool = False
 
 def _add(digest: xxhash.xxh3_128, path: Path, *, parts: bool, earlier: bool) -> None:
     if not path.is_dir():
-        _read(digest, path)
-        for named in code_behind(path) if path.suffix == ".py" else ():
-            _read(digest, named)
+        code = code_behind(path) if path.suffix == ".py" else []
+        for file in (path, *code):
+            _read(digest, file)
+        if path.suffix == ".py" and not earlier and (packages := packages_behind((path, *code))):
+            digest.update(json.dumps(packages, sort_keys=True))
         return
     for file in sorted(path.rglob("*") if parts else path.iterdir()):
         name = file.relative_to(path).as_posix()

@@ -198,11 +198,11 @@ def own_config(notice: RunNotice, sets: Sequence[str]) -> RunConfig:
             "the run's own settings and resume it"
         )
     used = [name for name in notice.contents if name.startswith((*USED_BY_HOSTS, "eval.sets."))]
-    here = contents_of(config, of_sets=True)
+    here = contents_of(config, notice.contents, of_sets=True)
     if differ := [name for name in used if here.get(name) != notice.contents[name]]:
         raise ConfigError(
-            f"the files of {', '.join(differ)} are not the run's: they differ, or are not on this machine. Copy those of the run's machine to "
-            "the same paths, or name theirs with --set"
+            f"the files of {', '.join(differ)} are not the run's: they differ, are not on this machine, or import packages that have "
+            "other versions here. Copy those of the run's machine to the same paths, install its versions, or name theirs with --set"
         )
     return config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -11,7 +12,8 @@ import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -144,8 +146,27 @@ def _led_to_by(path: Path, root: Path) -> set[Path]:
     return named
 
 
-def packages_behind(files: Iterable[Path]) -> set[str]:
-    """Returns the names of packages that files of the user's import, those of Python and modules beside them left out."""
+def packages_behind(files: Iterable[Path]) -> dict[str, str]:
+    """Returns the versions of the installed packages that files of the user's import, by name. A module that several packages share (`google`) says
+    nothing about either."""
+    found = {}
+    for name in sorted(_modules_of_others(files)):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # not installed, or under another name (`yaml` of PyYAML)
+            if len(packages := set(_packages().get(name, ()))) == 1:
+                found[min(packages)] = importlib.metadata.version(min(packages))
+    return {name: version for name, version in found.items() if name != "headrace"}
+
+
+@cache
+def _packages() -> Mapping[str, list[str]]:
+    """The installed packages by the modules that they have: half a second of work."""
+    return importlib.metadata.packages_distributions()
+
+
+def _modules_of_others(files: Iterable[Path]) -> set[str]:
+    """The modules that files import, those of Python and those beside them left out."""
     found: set[str] = set()
     for path in files:
         try:

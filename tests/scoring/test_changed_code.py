@@ -101,6 +101,31 @@ def test_rows_in_directories_of_a_directory_are_known_to_a_run_that_is_resumed(t
     assert {name for name in changed if changed[name] != before[name]} == {"task.path"}
 
 
+def test_another_version_of_a_package_that_a_reward_imports_is_known_to_a_run_that_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of the form before, which knew of no packages, still holds; one of another file does not."""
+
+    def installed(version: str) -> None:
+        place = tmp_path / version / f"judged-{version}.dist-info"
+        place.mkdir(parents=True)
+        (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: judged\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(place.parent)
+
+    config = settings_of(tmp_path, [])
+    plain = contents_of(config)
+    reward = tmp_path / "reward.py"
+    reward.write_text("import json\nimport judged\n" + reward.read_text())
+    without = contents_of(config)
+    installed("1.0")
+    before = contents_of(config)
+    assert contents_of(config) == before != without != plain
+    assert contents_of(config, without) == without and contents_of(config, plain) == before
+    installed("1.1")
+    assert contents_of(config)["reward.function"] != before["reward.function"]
+    assert contents_of(config, before) == contents_of(config)
+
+
 @pytest.mark.parametrize("size", [100, 3 << 20])
 def test_other_weights_of_the_same_size_are_known_to_a_run_that_is_resumed(size: int, tmp_path: Path) -> None:
     """The reference of a KL term, or a teacher, would be another one from then on."""

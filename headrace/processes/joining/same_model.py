@@ -55,16 +55,7 @@ def code_terms(files: Iterable[str]) -> Terms:
             found[file] = _digest(Path(file))
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
-    return Terms("", found, _imported(map(Path, found)))
-
-
-def _imported(files: Iterable[Path]) -> dict[str, str]:
-    """The versions of the packages that files import. A name that several packages share (`google`) says nothing about either."""
-    if not (names := packages_behind(files)):
-        return {}
-    known = importlib.metadata.packages_distributions()
-    found = (known.get(name, ()) for name in sorted(names))
-    return {of[0]: _version(of[0]) for of in map(tuple, map(set, found)) if len(of) == 1 and of[0] != "headrace"}
+    return Terms("", found, packages_behind(map(Path, found)))
 
 
 def agree_to(terms: Terms, own_model: str = "") -> Agreed:
