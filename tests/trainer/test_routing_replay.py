@@ -420,5 +420,5 @@ def test_replayed_experts_lower_the_mismatch_of_a_mixture(tmp_path, monkeypatch)
     monkeypatch.setattr(parity, "PATHS", ("fused",))
     found = by_telling(upcycled(resolve_model("smollm2-135m-instruct"), tmp_path))
     told, untold = found["plain", "experts"], found["plain", "no experts"]
-    # Most of the mean is what bfloat16 rounds; another expert for a token is what makes the largest differences.
-    assert told.largest < untold.largest and told.mean < 1.1 * untold.mean
+    # Most of the mean is what bfloat16 rounds; another expert for a token is what makes large differences, of which the largest is one token's chance.
+    assert told.p99 < untold.p99 and told.mean < 1.1 * untold.mean
