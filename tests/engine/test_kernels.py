@@ -376,6 +376,7 @@ def _merged(name: str, tensors: dict[str, torch.Tensor], scale: float) -> Any:
 def test_the_language_part_of_a_model_that_sees_is_served_by_its_own_names(kind, tmp_path):
     """A token in whose place an image would be is read as padding, and scored as itself. So is an adapter of the whole model."""
     model = small_model(kind)
+    model.config.video_token_id = 10**6  # of a vocabulary that was cut
     model.save_pretrained(tmp_path)
     runner = KernelRunner(read(tmp_path, torch.float32, CPU), 256, dtype=torch.float32, device=CPU, max_adapters=1)
     ours = RunnerDriver(runner, dict(model.named_parameters()) | saved_buffers(model))

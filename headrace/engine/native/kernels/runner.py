@@ -386,7 +386,8 @@ class KernelRunner:
 
     def _embedding(self, packer: Packer, weight: torch.Tensor) -> torch.Tensor:
         embed = packer.copy(weight)
-        embed[list(self.spec.placeholders)] = embed[self.spec.padding].clone()
+        there = [token for token in self.spec.placeholders if token < len(embed)]  # a vocabulary may have been cut
+        embed[there] = embed[self.spec.padding].clone()
         return embed
 
     def use(self, weights: Packed) -> Packed | None:
