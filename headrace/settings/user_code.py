@@ -147,8 +147,8 @@ def _led_to_by(path: Path, root: Path) -> set[Path]:
 
 
 def packages_behind(files: Iterable[Path]) -> dict[str, str]:
-    """Returns the versions of the installed packages that files of the user's import, by name. A module that several packages share (`google`) says
-    nothing about either."""
+    """Returns the versions of the installed packages that files of the user's import, by name; `+cpu` and `+cu130` are builds of one version. A module
+    that several packages share (`google`) says nothing about either."""
     found = {}
     for name in sorted(_modules_of_others(files)):
         try:
@@ -156,7 +156,7 @@ def packages_behind(files: Iterable[Path]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:  # not installed, or under another name (`yaml` of PyYAML)
             if len(packages := set(_packages().get(name, ()))) == 1:
                 found[min(packages)] = importlib.metadata.version(min(packages))
-    return {name: version for name, version in found.items() if name != "headrace"}
+    return {name: str(version).partition("+")[0] for name, version in found.items() if name != "headrace"}
 
 
 @cache
