@@ -178,7 +178,8 @@ class RunsBoard:
             while not self.closed and run.catch_up(PATIENCE):
                 pass
         known = {metric for run in runs.values() for metric in run.numbers.columns.names}
-        if unknown := [metric for metric in metrics if metric not in known]:
+        unknown = [metric for metric in metrics if metric not in known]
+        if known and unknown:  # runs without a step have none yet
             close = get_close_matches(unknown[0], known, n=3)
             raise Refused(
                 404, f"no run has a number {unknown[0]}" + (f"; close are {', '.join(close)}" if close else "")
