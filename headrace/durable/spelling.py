@@ -78,8 +78,24 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, decimal.Decimal):
         return float(value)
     if hasattr(value, "tolist"):
-        return jsonable(value.tolist())
+        return jsonable(_listed(value))
     raise TypeError(f"{type(value).__name__} has no place in JSON")
+
+
+def _listed(value: Any) -> Any:
+    """Returns an array or a scalar of NumPy or torch as Python values. Raises TypeError for one that would lose its meaning in them."""
+    plain, kind = value.tolist(), getattr(getattr(value, "dtype", None), "kind", "")
+    if kind in ("m", "M") and _has_integer(plain):
+        raise TypeError(
+            f"{value.dtype}, of which Python would be given an integer without its unit, has no place in JSON"
+        )
+    if kind == "V" or type(plain) is type(value):  # fields with names, and numpy.longdouble
+        raise TypeError(f"{value.dtype} has no place in JSON")
+    return plain
+
+
+def _has_integer(value: Any) -> bool:
+    return any(map(_has_integer, value)) if isinstance(value, list) else isinstance(value, int)
 
 
 def _whole_text(text: str) -> str:

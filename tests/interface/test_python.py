@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pandas
 import pytest
 
@@ -333,6 +334,24 @@ def test_rows_are_the_same_in_every_form():
     assert len({config.task.rows for config, _ in found}) == 1
 
 
+def test_the_format_of_a_dataset_rounds_no_number():
+    """Tensors of torch are float32 unless told otherwise, and 0.1 is another number there."""
+    import datasets
+
+    plain = datasets.Dataset.from_list([{"prompt": "a", "x": 0.1}])
+    formatted = plain.with_format("torch")
+    for one in (
+        formatted,
+        formatted.with_format("torch", columns=["prompt", "x"]),
+        plain.to_iterable_dataset().with_format("torch"),
+    ):
+        assert taken(dataset=one)[1].rows == [{"prompt": "a", "x": 0.1}]
+    chosen = plain.with_format("torch", columns=["prompt"])
+    assert taken(dataset=chosen)[1].rows == [{"prompt": "a"}], "a choice of columns is the user's"
+    changed = plain.with_transform(lambda batch: {"prompt": [text.upper() for text in batch["prompt"]]})
+    assert taken(dataset=changed)[1].rows == [{"prompt": "A"}], "and so is a transform"
+
+
 def test_what_is_missing_in_a_frame_is_none():
     frame = pandas.DataFrame([{"prompt": "a", "n": 1, "s": "x"}, {"prompt": "b"}])
     assert taken(dataset=frame)[1].rows == [{"prompt": "a", "n": 1.0, "s": "x"}, {"prompt": "b", "n": None, "s": None}]
@@ -356,6 +375,15 @@ class _Splits(dict): ...
         (3, "not a int"),
         ([ROWS[0], "text"], "dataset=, row 2: a str where a dict of columns is needed"),
         ([{"prompt": "a", "x": object()}], "dataset=, row 1: the column x cannot be kept in the journal"),
+        (
+            [{"prompt": "a", "x": numpy.datetime64(1, "ns")}],
+            "column x .*datetime64\\[ns\\], of which Python would be given an",
+        ),
+        ([{"prompt": "a", "x": numpy.zeros(2, "m8[ns]")}], "column x .*timedelta64\\[ns\\]"),
+        ([{"prompt": "a", "x": numpy.zeros(2, [("y", int)])}], "column x cannot be kept"),
+        ([{"prompt": "a", "x": numpy.longdouble(1)}], "column x cannot be kept"),
+        ([{"prompt": "a", 1: "x", "1": "y"}], "dataset=, row 1: two columns have one name as text"),
+        (pandas.DataFrame([["a", 1, 2]], columns=["prompt", "x", "x"]), "two columns 'x', of which one would be lost"),
     ],
 )
 def test_what_is_no_table_of_rows_is_refused(dataset, said):

@@ -8,9 +8,11 @@ import gzip
 import json
 import lzma
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.core.errors import ConfigError
@@ -311,6 +313,16 @@ def test_an_integer_that_would_become_a_text_is_refused(plain: Rows, answer: Any
     """In some rows of a column, and a reward that compares numbers would be 0 for those."""
     message = plain.refusal({"prompt": "a", "answer": 2**64 - 1}, {"prompt": "b", "answer": answer})
     assert message.startswith("dataset=, row 2: the column answer holds an integer of more than 64 bits")
+
+
+@pytest.mark.parametrize(
+    "answer", [{2**64}, np.array([10**30], dtype=object), [Decimal(2**53 + 1)], Decimal("0.12345678901234567")]
+)
+def test_digits_that_would_be_lost_are_refused_in_every_container(plain: Rows, answer: Any) -> None:
+    """A reward that compares with the rounded number is 0 for the right answer, or 1 for its neighbour."""
+    message = plain.refusal({"prompt": "a", "answer": Decimal("0.1")}, {"prompt": "b", "answer": answer})
+    assert message.startswith("dataset=, row 2: the column answer holds ")
+    assert message.endswith("; write it as a text in all rows")
 
 
 def test_a_plain_prompt_is_used_as_it_is(plain: Rows) -> None:

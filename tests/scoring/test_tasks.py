@@ -411,6 +411,29 @@ def test_values_of_parquet_become_json(tmp_path: Path) -> None:
     assert 'set task.images = ["image"] if the model is to see it' in message
 
 
+@pytest.mark.parametrize(
+    "other, told",
+    [
+        ({"prompt": ["b"], "x": [0.5], "a": [1]}, "the column a is int64 in "),
+        ({"prompt": ["b"]}, "the column x is absent in "),
+        ({"prompt": ["b"], "x": [{"a": 1}]}, "the column x is struct<a: int64> in "),
+        ({"prompt": ["b"], "x": [0.1]}, "the column x is double in "),
+    ],
+)
+def test_files_of_a_directory_of_parquet_that_lose_something_to_the_first_are_refused(
+    other: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"prompt": ["a"], "x": pa.array([0.5], pa.float32())}), tmp_path / "0.parquet")
+    pq.write_table(pa.table(other), tmp_path / "1.parquet")
+    assert refusal(rows, tmp_path, kind="parquet").startswith(told)
+    alike = {"x": pa.array([None], pa.float32()), "prompt": ["b"]}
+    pq.write_table(pa.table(alike), tmp_path / "1.parquet")
+    assert rows(tmp_path, kind="parquet", held_out=0, shuffle=False).draw().columns == {"x": 0.5}
+
+
 def test_jsonable_leaves_nothing_that_an_encoder_refuses() -> None:
     value = {
         "a": (np.str_("x"), np.float64(1.5), np.int64(2), {3, 1}),

@@ -28,7 +28,7 @@ from headrace.core.errors import ConfigError
 from headrace.core.printing import echo
 from headrace.episodes.scoring.functions import RewardFunction
 from headrace.episodes.scoring.job import trl_reward
-from headrace.episodes.tasks.rows import plain_row
+from headrace.episodes.tasks.rows import plain_row, records_of
 from headrace.models.resolve import resolve_model, short_name
 from headrace.settings.toml import Tree, merge
 
@@ -668,7 +668,7 @@ def _rows(given: Any, name: str) -> list[dict[str, Any]]:
         raise ConfigError(
             f"{name}= takes rows with a prompt: a datasets.Dataset or a list of dicts, not {type(given).__name__}"
         )
-    rows = list(given)
+    rows = list(records_of(given))
     if rows and "prompt" not in rows[0] and "messages" in rows[0]:
         raise ConfigError(
             f"{name}= has whole conversations (messages), and a run needs what they begin with: "

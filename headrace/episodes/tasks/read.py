@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -25,6 +26,7 @@ _PACKED = (
 )
 """The first bytes of files that no package here unpacks, and the programs that do."""
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_INTEGER = re.compile(r"u?int\d+")
 
 
 def read_rows(kind: str, path: str) -> list[Row]:
@@ -112,11 +114,11 @@ def _once(pairs: list[tuple[str, Any]]) -> Row:
     """Makes an object. Raises ValueError for one that has a name twice: readers of JSON differ in which value they take."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError(f"{_twice([name for name, _ in pairs])} stands twice in an object")
+        raise ValueError(f"{twice([name for name, _ in pairs])} stands twice in an object")
     return made
 
 
-def _twice(names: Sequence[str]) -> str:
+def twice(names: Sequence[Any]) -> Any:
     """Returns the first name that comes again; empty if none does."""
     return next((name for place, name in enumerate(names) if name in names[:place]), "")
 
@@ -154,7 +156,7 @@ def _csv(file: TextIO, path: Path) -> list[Row]:
             raise ConfigError(f"{path} has semicolons between its columns; save it with commas, or as .tsv with tabs")
         if len(set(names)) < len(names):
             raise ConfigError(
-                f"{path} has two columns {_twice(names)!r}, of which one would be lost; rename one of them"
+                f"{path} has two columns {twice(names)!r}, of which one would be lost; rename one of them"
             )
         rows = []
         for values in table:
@@ -176,10 +178,37 @@ def parquet_rows(path: Path) -> list[Row]:
     except ImportError as error:
         raise ConfigError(absent("task.kind = parquet", "pyarrow", "pyarrow", error, "parquet")) from None
     try:
+        if path.is_dir():
+            _check_alike(pyarrow.parquet.ParquetDataset(path).fragments)
         return of_arrow(pyarrow.parquet.read_table(path).to_pylist())
     except (pyarrow.ArrowException, OSError) as error:
         message = str(error).splitlines()[0]
         raise ConfigError(f"{path} cannot be read as Parquet ({message}); set task.kind to what it is") from None
+
+
+def _check_alike(files: Sequence[Any]) -> None:
+    """Raises ConfigError unless all files of a directory have the columns of the first, by which Arrow reads them: it leaves out others and fields of
+    others, and rounds wider floats. Integers that do not fit are an error of Arrow's own."""
+    types = [{field.name: str(field.type) for field in file.physical_schema} for file in files]
+    for file, those in zip(files, types, strict=True):
+        for name in sorted(those.keys() | types[0].keys()):
+            first, other = (one.get(name, "absent") for one in (types[0], those))
+            if first != other and other != "null" and not (_INTEGER.fullmatch(first) and _INTEGER.fullmatch(other)):
+                raise ConfigError(
+                    f"the column {name} is {other} in {file.path} and {first} in {files[0].path}, by which all files of the directory would be read; "
+                    "write them with the same columns and types"
+                )
+
+
+def of_datasets(dataset: Any) -> list[Row]:
+    """Returns the rows of a dataset of `datasets` as Python values: one that is formatted for torch gives float32. A transform of the
+    user's is kept."""
+    shown = getattr(dataset, "format", None)
+    if shown is None:  # iterable, without a transform and a choice of columns
+        dataset = dataset.with_format(None)
+    elif shown["type"] not in (None, "custom"):
+        dataset = dataset.with_format(None, columns=shown["columns"])
+    return of_arrow(dataset)
 
 
 def of_arrow(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
@@ -206,8 +235,10 @@ def saved_rows(path: Path) -> list[Row]:
         import datasets
     except ImportError as error:
         raise ConfigError(absent("task.kind = datasets", "datasets", "datasets", error, "datasets")) from None
+    if _is_empty(path):
+        return []
     try:
-        saved = [] if _is_empty(path) else datasets.load_from_disk(str(path))
+        saved = datasets.load_from_disk(str(path))
     except Exception as error:  # errors of several libraries, depending on what the directory holds instead
         message = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
@@ -216,7 +247,7 @@ def saved_rows(path: Path) -> list[Row]:
     if isinstance(saved, datasets.DatasetDict):
         splits = " or ".join(str(path / split) for split in saved)
         raise ConfigError(f"{path} holds several splits; set task.path (and task.held_out_path) to {splits}")
-    return of_arrow(saved)
+    return of_datasets(saved)
 
 
 def _is_empty(path: Path) -> bool:

@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from headrace.episodes.tasks.prompts import (
     digest_of,
     take,
 )
-from headrace.episodes.tasks.read import Row, of_arrow, read_rows
+from headrace.episodes.tasks.read import Row, of_datasets, read_rows, twice
 from headrace.models.images import ImageFile, KnownImages, as_text, images_of
 
 _SEEN = ("image", "images", "video", "videos", "audio", "audios")
 """Columns that TRL shows to models that see or hear."""
 _PICTURES = ("image", "images")
+_SEVERAL = (list, tuple, set, frozenset)
 
 
 class RowsTask:
@@ -265,25 +267,33 @@ def plain_row(row: Mapping[str, Any], where: str) -> Row:
     """Returns the row in a form that JSON can hold. Raises ConfigError naming the column that has no such form."""
     plain = {}
     for name, value in row.items():
-        if _has_wide(value):
-            raise ConfigError(
-                f"{where}: the column {name} holds an integer of more than 64 bits, of which the reward would be given the digits as a text; write it "
-                "as a text in all rows"
-            )
+        if problem := _digits_lost(value):
+            raise ConfigError(f"{where}: the column {name} holds {problem}; write it as a text in all rows")
         try:
             plain[str(name)] = jsonable(value)
         except TypeError as error:
             raise ConfigError(
                 f"{where}: the column {name} cannot be kept in the journal ({error}); remove it"
             ) from None
+    if len(plain) < len(row):
+        raise ConfigError(f"{where}: two columns have one name as text, such as 1 and '1'; rename one of them")
     return plain
 
 
-def _has_wide(value: Any) -> bool:
+def _digits_lost(value: Any) -> str:
+    """Returns which number within the value has digits that `jsonable` would not keep as a number, in words; empty if none has."""
     if isinstance(value, int):
-        return not -(2**63) <= value < 2**64
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return any(map(_has_wide, inner))
+        wide = not -(2**63) <= value < 2**64
+        return (
+            "an integer of more than 64 bits, of which the reward would be given the digits as a text" if wide else ""
+        )
+    if isinstance(value, Decimal):
+        kept = not value.is_finite() or Decimal(repr(float(value))) == value
+        return "" if kept else f"the decimal {value}, which the reward would be given rounded to {float(value)!r}"
+    if getattr(getattr(value, "dtype", None), "kind", "") == "O":
+        value = value.tolist()
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, _SEVERAL) else ()
+    return next(filter(None, map(_digits_lost, inner)), "")
 
 
 def _no_column(setting: str, name: str, row: Mapping[str, Any], path: str) -> str:
@@ -307,7 +317,7 @@ def rows_of(dataset: Any, images: Sequence[str] = ()) -> list[Row]:
             f"dataset= takes one table of rows, not a mapping (of {names}); of a DatasetDict pass one split, such as "
             'dataset["train"], and of a dict of columns a list with a dict for each row'
         )
-    found = _records(dataset)
+    found = records_of(dataset)
     if not isinstance(found, Iterable):
         raise ConfigError(
             f"dataset= takes a list of dicts, a datasets.Dataset or a pandas frame, not a {type(dataset).__name__}"
@@ -321,10 +331,14 @@ def fingerprint(rows: Sequence[Row]) -> str:
     return f"{digest} ({len(rows)} rows)"
 
 
-def _records(dataset: Any) -> Any:
-    """Returns the rows of a pandas frame, which by itself iterates over column names and has NaN for missing values."""
+def records_of(dataset: Any) -> Any:
+    """Returns what iterates over the rows of a table: a pandas frame by itself iterates over column names and has NaN for missing values."""
     if not (hasattr(dataset, "iterrows") and hasattr(dataset, "to_dict")):
-        return of_arrow(dataset) if type(dataset).__module__.partition(".")[0] == "datasets" else dataset
+        return of_datasets(dataset) if hasattr(dataset, "with_format") else dataset
+    if not dataset.columns.is_unique:
+        raise ConfigError(
+            f"dataset= has two columns {twice(list(dataset.columns))!r}, of which one would be lost; rename one of them"
+        )
     plain = dataset.astype(object)
     return plain.where(dataset.notna(), None).to_dict("records")
 
