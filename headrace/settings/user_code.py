@@ -101,10 +101,7 @@ def _run(path: Path, what: str) -> ModuleType:
 def _refuse_modules_of_others(path: Path, what: str) -> None:
     """Raises ConfigError if the file imports a module that lies beside it, and was given one of the same name that lies beside another file of the
     user's: Python has one module of a name in a process."""
-    nodes = list(ast.walk(ast.parse(path.read_bytes(), str(path))))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-    for name in {name.partition(".")[0] for name in names}:
+    for name in _imported(_nodes_of(path)):
         given = getattr(sys.modules.get(name), "__file__", None)
         place = Path(given).resolve().parent if given else path.parent
         beside = [own for own in (path.parent / f"{name}.py", path.parent / name / "__init__.py") if own.exists()]
@@ -128,11 +125,7 @@ def code_behind(path: Path) -> list[Path]:
 
 def _led_to_by(path: Path, root: Path) -> set[Path]:
     """`root`: the directory in which a process looks for modules of the user's."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of the user's code, which says them itself when it is run
-            nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
+    nodes = _nodes_of(path)
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     named = {Path(text) for text in texts if text.startswith("/") and text.endswith(".py") and os.path.isfile(text)}
     for node in nodes if "site-packages" not in root.parts else ():
@@ -169,15 +162,24 @@ def _modules_of_others(files: Iterable[Path]) -> set[str]:
     """The modules that files import, those of Python and those beside them left out."""
     found: set[str] = set()
     for path in files:
-        try:
-            with warnings.catch_warnings(action="ignore"):
-                nodes = list(ast.walk(ast.parse(path.read_bytes())))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
-        found |= {name for whole in names if not any(_files_of(path.parent, [name := whole.partition(".")[0]]))}
+        found |= {name for name in _imported(_nodes_of(path)) if not any(_files_of(path.parent, [name]))}
     return found - sys.stdlib_module_names
+
+
+def _nodes_of(path: Path) -> list[ast.AST]:
+    """Returns the parts of a file's code; none of one that cannot be read, which says so where it is run."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the user's code, which says them itself when it is run
+            return list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+
+
+def _imported(nodes: Sequence[ast.AST]) -> set[str]:
+    """Returns the first names of the modules that code imports, without those that it names from its own place (`from . import`)."""
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    return {name.partition(".")[0] for name in names}
 
 
 def _files_of(base: Path, parts: Sequence[str]) -> Iterator[Path]:

@@ -326,10 +326,8 @@ def test_a_run_stops_in_time_when_its_head_is_gone_and_goes_on_in_a_new_cluster(
     """Ray would end its process after 60 seconds without a word. No ticket is lost."""
     run = tmp_path / "runs" / "tiny"
     with alone() as cluster:
-        still = {
-            "steps": 10_000,
-            "learning_rate": 1e-8,
-        }  # a policy that learns has no contrast in the end, and stops for that
+        # A policy that learns has no contrast in the end, and its run stops for that.
+        still = {"steps": 10_000, "learning_rate": 1e-8}
         config = placed(tmp_path, tiny_llama, cluster, train=still, checkpoint={"every": 2})
         child = subprocess.Popen([sys.executable, "-c", _CHILD, json.dumps(config)])
         until(lambda: (run / "metrics.jsonl").exists() and '"StepTrained"' in (run / "metrics.jsonl").read_text())
