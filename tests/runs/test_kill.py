@@ -11,6 +11,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,6 +144,23 @@ def _killed_until_finished(config: dict[str, Any], kills: list[str], rng: random
         process.communicate()
 
 
+def _killed_behind_a_checkpoint(config: dict[str, Any], whom: str) -> None:
+    """Kills once, as soon as the checkpoint of step 3 is there, so that what it holds is what the run goes on with."""
+    directory = Path(config["out"]) / config["name"]
+    process = _start(config)
+    try:
+        deadline = time.monotonic() + 240
+        while not (saved := directory / "checkpoints" / "step-000003").exists() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        _kill(process, whom)
+        assert saved.exists() and len(list(read_steps(directory))) < STEPS, "killed too late"
+        process.communicate(timeout=600)
+    finally:
+        process.kill()
+        process.communicate()
+    _killed_until_finished(config, [], random.Random(0))
+
+
 def _check(directory: Path, undisturbed: Path) -> None:
     import torch
 
@@ -157,18 +175,30 @@ def _check(directory: Path, undisturbed: Path) -> None:
 
 
 def _trained(checkpoint: Path) -> dict[str, Any]:
-    """The weights, those of a critic, a process reward or a reference that moves, and the factor of the divergence from it."""
+    """The weights, those of a critic, a process reward or a reference that moves, and the factors that change from step to step."""
     import torch
     from safetensors.torch import load_file
 
     (weights,) = checkpoint.glob("*model.safetensors")
     beside = load_file(checkpoint / "optimizer.safetensors")
-    factor = json.loads((checkpoint / "trainer.json").read_text())["kl"]
+    kept = json.loads((checkpoint / "trainer.json").read_text())
     return {
         **load_file(weights),
         **{name: beside[name] for name in beside if name.startswith(("critic/", "process/", "reference/"))},
-        "kl": torch.tensor(factor, dtype=torch.float64),
+        "factors": torch.tensor([kept["kl"], kept["entropy"][0]], dtype=torch.float64),
     }
+
+
+def _another(model: Path, directory: Path) -> Path:
+    """Returns a model of the same shape and tokens with other weights."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(shutil.copytree(model, directory) / "model.safetensors")
+    noise = torch.Generator().manual_seed(5)
+    noisy = {name: values + 0.05 * torch.randn(values.shape, generator=noise) for name, values in weights.items()}
+    save_file(noisy, directory / "model.safetensors", {"format": "pt"})
+    return directory
 
 
 def _prompts(directory: Path) -> list[tuple[int, tuple[str, ...]]]:
@@ -204,8 +234,21 @@ def test_killed_anywhere_the_weights_come_out_bit_identical(
         {"algo": {"name": "prime", "process": {"learning_rate": 0.02}}, "lora": {"rank": 4}},
         {"algo": {"name": "ppo", "critic": {"model_learning_rate": 1e-3}}},
         {"algo": {"kl": {"coef": 0.5, "target": 1e-3, "every": 2}}},
+        {"algo": {"entropy": {"coef": 0.01, "target": 4.5}}},
+        {"algo": {"name": "gkd", "distill": {}}},
     ],
-    ids=["demonstrations", "compared", "updates", "memory", "experience", "process", "critic", "divergence"],
+    ids=[
+        "demonstrations",
+        "compared",
+        "updates",
+        "memory",
+        "experience",
+        "process",
+        "critic",
+        "divergence",
+        "entropy",
+        "teacher",
+    ],
 )
 def test_so_do_those_of_steps_that_need_more_than_their_groups(
     tiny_llama: Path, tmp_path: Path, more: dict[str, Any]
@@ -219,13 +262,17 @@ def test_so_do_those_of_steps_that_need_more_than_their_groups(
         more = {**more, "demonstrations": {**more["demonstrations"], "path": str(path)}}
     if critic := more.get("algo", {}).get("critic"):
         more = {"algo": more["algo"] | {"critic": critic | {"model": str(tiny_llama)}}}
+    if "distill" in more.get("algo", {}):
+        more = {"algo": more["algo"] | {"distill": {"model": str(_another(tiny_llama, tmp_path / "teacher"))}}}
     if "experience" in more.get("algo", {}):  # prompts that come again and again
         rows = [{"prompt": f"{n} + {n}?", "answer": str(2 * n)} for n in range(6)]
         (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, rows)))
         more = {**more, "task": {"kind": "jsonl", "path": str(tmp_path / "few.jsonl"), "held_out": 0}}
     for name, kills in (("whole", []), ("killed", ["trainer", "all"])):
         _killed_until_finished(_config(tmp_path, tiny_llama, name, **more), kills, random.Random(7))
-    _check(tmp_path / "runs" / "killed", tmp_path / "runs" / "whole")
+    _killed_behind_a_checkpoint(_config(tmp_path, tiny_llama, "restored", **more), "all")
+    for name in ("killed", "restored"):
+        _check(tmp_path / "runs" / name, tmp_path / "runs" / "whole")
     if "experience" in more.get("algo", {}):
         assert sum(len(group.again) for step in read_steps(tmp_path / "runs" / "killed") for group in step.groups) > 4
     if "lora" in more:
