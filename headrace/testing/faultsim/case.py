@@ -13,7 +13,7 @@ from headrace.durable.segments import SEGMENT
 from headrace.loop.curriculum_config import CurriculumConfig
 from headrace.loop.staleness import StalenessConfig
 from headrace.loop.world.surroundings import SimulatedTask, fixed
-from headrace.testing.faultsim.faults import Fault, faults_of_service, some_faults
+from headrace.testing.faultsim.faults import Fault, every_engine_lost, faults_of_service, kill_at_a_removal, some_faults
 
 Mode = Literal["inflight", "stream", "abort_resume", "save_resume", "drain", "barrier", "cancel_group"]
 MODES: tuple[Mode, ...] = (
@@ -171,7 +171,19 @@ def case_of(seed: int) -> Case:
     # Seldom where the prompts that are trained are known beforehand, which is checked only without a curriculum.
     if _chooses(rng, case):
         case = replace(case, curriculum=rng.choice(["pools", "contrast"]), grows=seed % 4 < 2, keeps=seed % 3)
-    return _served(rng, case) if rng.randrange(4) == 0 else case
+    case = _served(rng, case) if rng.randrange(4) == 0 else case
+    return _aimed(case)
+
+
+def _aimed(case: Case) -> Case:
+    """Adds faults that meet what chance meets too seldom, by random numbers of their own: the other schedules stay as they are."""
+    rng, lives = random.Random(f"aimed {case.seed}"), sum(fault.kind in ("kill", "power") for fault in case.faults)
+    match case.seed % 11:
+        case 3:
+            return replace(case, faults=(*case.faults, kill_at_a_removal(rng, lives)))
+        case 7 if case.has_fleet:
+            return replace(case, faults=(*case.faults, *every_engine_lost(rng, lives, case.members + case.lent)))
+    return case
 
 
 def _served(rng: random.Random, case: Case) -> Case:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from headrace.core.batches import Group
+from headrace.core.errors import HeadraceError, StalledError
 from headrace.core.steps import StepOutput
 from headrace.core.types import Completion
 from headrace.durable.journal import LiveRecord, read_journal, read_steps
-from headrace.facts.facts import CheckpointSaved, GroupEnded, StepTrained, TicketDrawn, Warned, WeightsLive
+from headrace.facts.facts import CheckpointSaved, GroupEnded, MemberMoved, StepTrained, TicketDrawn, Warned, WeightsLive
 from headrace.facts.records import StepRow, read_metrics
 from headrace.loop.buffer import Buffer
 from headrace.loop.checkpoints import FILES, Checkpoints, damage, load_controller
@@ -222,6 +223,8 @@ class Referee:
         self._step = 0
         self._interrupts: Interrupts | None = None
         """Set once the run is resumed."""
+        self._lost = set[str]()
+        """Engines that do not come back."""
         self.journal: WatchedJournal
         self._admission: Admission
         self.saved_step: Callable[[], int]
@@ -244,6 +247,8 @@ class Referee:
         self._history.facts += 1
         assert self._buffer.accounting().balance() == 0, f"C2: {self._buffer.accounting()}"
         match fact:
+            case MemberMoved(state="lost"):
+                self._lost.add(fact.member)
             case TicketDrawn():
                 self._drawn(fact)
             case GroupEnded():
@@ -266,6 +271,17 @@ class Referee:
         self._step, self._interrupts = step, interrupts
         self.journal.counts.agree(self._buffer.accounting(), "when the run goes on")
         self._history.resumes(self._storage, self._buffer, interrupts, plan)
+
+    def stops(self, error: HeadraceError) -> None:
+        """Checks C6: nobody waits for a fleet of which no engine can come back. (A step and its checkpoint are brought to their end.)"""
+        waited = isinstance(error, StalledError) or "had no member for" in str(error)
+        excused = any(
+            fault.kind.endswith(("hangs", "slow")) or fault.kind in ("jump", "lose") for fault in self._chance.befell
+        )
+        hopeless = len(self._lost) == self._case.members + self._case.lent
+        assert not waited or not hopeless or excused, (
+            f"C6: engines {sorted(self._lost)} are lost, and the run waited: {error}"
+        )
 
     # -- tickets ----------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from headrace.loop.world.virtual_time import VirtualTimeLoop
 
 Kind = Literal[
     "kill", "power", "full", "interrupt", "jump",  # controller, machine, disk, clock
+    "kill_at_removal",  # the controller, while it removes files
     "unsaved",  # a checkpoint, because of a quota, say
     "rot", "change",  # while nothing runs: on the disk, of the settings
     "engine_dies", "engine_lost", "engine_hangs", "engine_slow",
@@ -35,12 +36,12 @@ class Fault(Struct, frozen=True):
     kind: Kind
     life: int
     at: int
-    """kill, power, full: operations of the disk before it. engine, trainer: turns of the worker. repeat, lose: messages. scorer:
-    calls. service: requests. interrupt, jump, engine_lost (for good): hundredths of a second. unsaved: checkpoints. rot, change: none, they come
-    before the life."""
+    """kill, power, full: operations of the disk before it. kill_at_removal: files that have been removed before it. engine, trainer: turns of the
+    worker. repeat, lose: messages. scorer: calls. service: requests. interrupt, jump, engine_lost (for good): hundredths of a second. unsaved:
+    checkpoints. rot, change: none, they come before the life."""
     share: float = 0.0
     """A number in [0, 1) that sets the details of the fault: the part of a torn write that is written; the part of each file that
-    a loss of power takes; how long a disk is full; which message; where in its work a worker dies; which file rots; how a service fails."""
+    a loss of power takes; how long a disk is full; which message; which engine is lost; where in its work a worker dies; which file rots; how a service fails."""
 
 
 def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
@@ -70,6 +71,18 @@ def some_faults(rng: random.Random, size: int) -> tuple[Fault, ...]:
     return tuple(found)
 
 
+def kill_at_a_removal(rng: random.Random, lives: int) -> Fault:
+    """Draws a kill that meets the few operations in which a checkpoint is removed. `lives`: of the other kills."""
+    return Fault("kill_at_removal", rng.randint(0, lives), rng.randrange(12))
+
+
+def every_engine_lost(rng: random.Random, lives: int, engines: int) -> Iterator[Fault]:
+    """Draws the loss of all engines of a life, one soon after the other, which chance brings together too seldom."""
+    life, first = rng.randint(0, lives), rng.randrange(400)
+    for number in range(engines):
+        yield Fault("engine_lost", life, first + rng.randrange(40), number / engines)
+
+
 def faults_of_service(rng: random.Random, lives: int, size: int) -> tuple[Fault, ...]:
     """Draws faults of single requests. `size`: approximate number of requests of a run."""
     return tuple(Fault("service_fails", rng.randrange(lives), rng.randrange(size), rng.random()) for _ in range(4))
@@ -93,6 +106,8 @@ class Disk:
         """`kill`: called at the fault of this name; by default it raises `Killed`."""
         self.root, self.operations = str(root), 0
         self.dead = self.was_full = False
+        self._kill_at_removal = {fault.at for fault in faults if fault.kind == "kill_at_removal"}
+        self._removals = 0
         self._kill_at = min(
             ((fault.at, fault.share, fault.kind) for fault in faults if fault.kind in ("kill", "power")),
             default=(-1, 0.0, "kill"),
@@ -119,6 +134,12 @@ class Disk:
             if write:
                 write(data[: len(data) // 2])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def removal(self) -> None:
+        """Precedes every removal of a file."""
+        number, self._removals = self._removals, self._removals + 1
+        if number in self._kill_at_removal:
+            self._kill()
 
     def checkpoint(self) -> None:
         """Precedes the start of every checkpoint."""
@@ -193,6 +214,8 @@ def _heard(event: str, args: tuple[Any, ...]) -> None:
         return
     if disk.owns(args[0]):
         disk.operation()
+        if event == "os.remove":
+            disk.removal()
         if event == "os.mkdir" and ".writing-" in os.fsdecode(args[0]):
             disk.checkpoint()
 

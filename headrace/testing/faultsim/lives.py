@@ -12,6 +12,7 @@ import dataclasses
 import gc
 import itertools
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -93,7 +94,7 @@ class Life:
             excused = self._history.passes_lost or not self._history.truth.remembers
             self._history.notes.resumes(self._parts.notebook, self._buffer.in_flight, excused)
             await go_live(self._parts)
-            self._misfortunes(pipeline, parts[0])
+            self._misfortunes(pipeline, parts)
             await self._pipeline_to_its_end(pipeline)
         finally:
             await engine.close()
@@ -107,6 +108,7 @@ class Life:
             reason = "interrupted" if pipeline.interrupted else reason
         except HeadraceError as error:
             reason = str(error)
+            self._referee.stops(error)
             raise
         finally:
             saved = self._parts.snapshots.saved_step == pipeline.step
@@ -314,10 +316,11 @@ class Life:
             max_lag=bound, where={}, resumed_at=step, books=books,
         )  # fmt: skip
 
-    def _misfortunes(self, pipeline: Pipeline, engine: Engine) -> None:
-        acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": engine.kill}
+    def _misfortunes(self, pipeline: Pipeline, engines: Sequence[Engine]) -> None:
         loop = asyncio.get_running_loop()
         for fault in self._case.faults:
+            lost = engines[int(fault.share * len(engines))]
+            acts = {"interrupt": pipeline.interrupt, "jump": self._jump, "engine_lost": lost.kill}
             if fault.life == self._number and fault.kind in acts:
                 loop.call_later(fault.at / 100, self._befall, fault, acts[fault.kind])
 
