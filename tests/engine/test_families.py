@@ -19,10 +19,11 @@ from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners.attention import PagedCache
 from headrace.engine.native.runners.decoder import FusedRunner
-from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
+from headrace.engine.native.runners.families import read_spec, serves
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.engine.native.runners.paged import cut, fill_up, require_exact
 from headrace.engine.native.runners.skeleton import parameters_from_dir, read
+from headrace.engine.native.runners.weight_places import expected_shapes, read_weights
 from headrace.models.resolve import resolve_model
 from support.few import few
 from support.padded_model import Padded

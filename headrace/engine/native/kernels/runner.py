@@ -25,21 +25,19 @@ from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.drawing import LogitRows
 from headrace.engine.native.runners import skeleton
 from headrace.engine.native.runners.adapter_tensors import read_adapter
-from headrace.engine.native.runners.families import (
+from headrace.engine.native.runners.families import query_factors, read_spec, rotary_tables
+from headrace.engine.native.runners.families import refusal as family_refusal
+from headrace.engine.native.runners.layers import PARTS, Pair
+from headrace.engine.native.runners.skeleton import Skeleton
+from headrace.engine.native.runners.weight_places import (
     Experts,
     LayerSpec,
     LayerWeights,
     RecurrenceWeights,
     Spec,
     Tensors,
-    query_factors,
-    read_spec,
     read_weights,
-    rotary_tables,
 )
-from headrace.engine.native.runners.families import refusal as family_refusal
-from headrace.engine.native.runners.layers import PARTS, Pair
-from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.sampler import score
 from headrace.engine.own_families import DeltaRule, Recurrence, StateSpace
 from headrace.native.arithmetic import arithmetic

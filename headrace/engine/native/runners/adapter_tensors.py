@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 
 from headrace.core.weights import AdapterSpec
-from headrace.engine.native.runners.families import LayerSpec, Spec, expert_shapes, linear_shapes, products
 from headrace.engine.native.runners.layers import Adapter, AdapterLayer, ExpertPair, Pair, Stack
 from headrace.engine.native.runners.skeleton import named_as_part
+from headrace.engine.native.runners.weight_places import LayerSpec, Spec, expert_shapes, linear_shapes, products
 
 Number = TypeVar("Number", int, float)
 

@@ -21,18 +21,7 @@ from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.adapter_tensors import read_adapter
 from headrace.engine.native.runners.attention import Pass
-from headrace.engine.native.runners.families import (
-    Experts,
-    LayerSpec,
-    LayerWeights,
-    Linear,
-    Spec,
-    Tensors,
-    query_factors,
-    read_spec,
-    read_weights,
-    rotary_tables,
-)
+from headrace.engine.native.runners.families import query_factors, read_spec, rotary_tables
 from headrace.engine.native.runners.families import refusal as family_refusal
 from headrace.engine.native.runners.fp8 import Fp8, Fp8Matrix, Fp8Stack
 from headrace.engine.native.runners.graphs import Capture, Passed, PassGraphs, on_cuda
@@ -52,6 +41,15 @@ from headrace.engine.native.runners.layers import (
 from headrace.engine.native.runners.paged import EXACT_ROWS, TRIED, PagedRunner, in_pieces, require_exact
 from headrace.engine.native.runners.pages import Softmax
 from headrace.engine.native.runners.skeleton import Skeleton
+from headrace.engine.native.runners.weight_places import (
+    Experts,
+    LayerSpec,
+    LayerWeights,
+    Linear,
+    Spec,
+    Tensors,
+    read_weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
