@@ -64,6 +64,7 @@ TYPES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 2},
     "granite": {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.0208},
     "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention"] * 2 + ["conv", "full_attention"]},
+    "lfm3": {"sliding_window": 64, "layer_types": ["conv", "conv", "full_attention", "conv", "sliding_attention", "conv", "full_attention", "conv"]},
     "lfm2_moe": {**EXPERTS, "num_experts": 8, "num_dense_layers": 2, "layer_types": ["conv", "conv", "conv", "full_attention"] * 2},
     "qwen3_5_text": {**LINEAR, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
     "qwen3_next": {**EXPERTS, **LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 256, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},

@@ -30,6 +30,8 @@ class Names:
     behind_mlp: str = ""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    head_gate: str = "self_attn.g_proj"
+    """A product with one output for each head, whose sigmoid is the factor of what the head gives."""
     sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -276,6 +278,14 @@ LFM2 = Names(
     k_norm="self_attn.k_layernorm",
     norm="model.embedding_norm",
 )
+LFM3 = replace(
+    LFM2,
+    out="self_attn.o_proj",
+    behind_attention="post_operator_norm",
+    behind_mlp="post_ffn_norm",
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+)
 GATE_UP = Names(gate_up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, behind_attention="post_self_attn_layernorm", behind_mlp="post_mlp_layernorm")
 
@@ -465,6 +475,7 @@ FAMILIES: Mapping[str, OwnFamily] = {
     ),
     "phi3": OwnFamily(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",)), sure=False),
     "lfm2": CONVOLVING,
+    "lfm3": replace(CONVOLVING, names=LFM3),
     "lfm2_moe": replace(
         CONVOLVING,
         names=replace(

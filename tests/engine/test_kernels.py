@@ -54,6 +54,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "lfm3": {
+        "hidden_size": 80,
+        "head_dim": 48,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        "attention_bias": True,
+    },
     "gpt_oss": {"hidden_size": 96, "head_dim": 32, "num_local_experts": 5},
     "qwen3_5_text": {
         "head_dim": 32,
@@ -283,7 +292,7 @@ def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, 
             assert torch.equal(row, whole[len(prompt) + step])
 
 
-@pytest.mark.parametrize("name", few(["lfm2", "qwen3", "gemma4_text"], keep=1))
+@pytest.mark.parametrize("name", few(["lfm2", "lfm3", "qwen3", "gemma4_text"], keep=1))
 @pytest.mark.parametrize("cut", [BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK])
 def test_a_sequence_goes_on_from_any_place_of_another_that_has_gone_further(name, cut):
     """The last block holds more than the fork has of it."""
@@ -328,6 +337,7 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
         ("mixtral", torch.float32),
         ("phi3", BF16),
         ("lfm2", BF16),
+        ("lfm3", torch.float32),
         ("gpt_oss", torch.float32),
         ("qwen3_next", torch.float32),
         ("granite4-hybrid", torch.float32),

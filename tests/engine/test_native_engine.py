@@ -196,6 +196,7 @@ KERNELS = pytest.mark.skipif(binding.library() is None, reason="the kernels serv
         "gemma3_text",
         "gpt_oss",
         pytest.param("lfm2", marks=KERNELS),
+        pytest.param("lfm3", marks=KERNELS),
         pytest.param("qwen3_5_text", marks=KERNELS),
         pytest.param("gemma4_text", marks=KERNELS),
     ],

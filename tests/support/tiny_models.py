@@ -195,6 +195,16 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_bias": True,
         },
     ),
+    "lfm3": (
+        "lfm3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "conv_bias": True,
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+            "sliding_window": 9,
+        },
+    ),
     "qwen3_5_text": (
         "qwen3_5_text",
         {

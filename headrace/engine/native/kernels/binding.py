@@ -68,7 +68,7 @@ class LayerStruct(Structure):
         *((name, c_void_p) for name in ("decay", "step_bias", "result_norm", "skip")),
         *((name, c_int32) for name in ("key_heads", "value_heads", "key_width", "value_width", "corrects")),
         *((name, c_float) for name in ("shortest_step", "longest_step")),
-        ("gated", c_int32),
+        *((name, c_int32) for name in ("gated", "head_gated")),
         *((name, Linear) for name in ("shared_gate_up", "shared_down")),
         *((name, c_void_p) for name in ("shared_gate", "choice_bias")),
         ("sigmoid", c_int32),

@@ -339,9 +339,10 @@ class KernelRunner:
         for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
             _fill(into, layer, part, packer, _order(spec, layer))
             into.place = sum(_kind(before) == _kind(layer) for before in spec.layers[:index])
-            into.gated, into.turned = spec.gated, 2 * self._tables[layer.rotary][0].shape[1]
-            into.rotary, into.whole_norm = sorted(self._tables).index(layer.rotary), spec.qk_norm == "projection"
-            into.cached = self._cached(index) if layer.attends else 0
+            into.gated, into.head_gated, into.whole_norm = spec.gated, spec.head_gated, spec.qk_norm == "projection"
+            if layer.attends:
+                into.turned = 2 * self._tables[layer.rotary][0].shape[1]
+                into.rotary, into.cached = sorted(self._tables).index(layer.rotary), self._cached(index)
             if spec.values_normed and layer.borrows is None:
                 into.v_norm = packer.wide(torch.ones(layer.head_dim))
             if isinstance(part.mlp, Experts):

@@ -101,7 +101,7 @@ def refusal(skeleton: Skeleton) -> str:
         return "norms of values, shared keys and embeddings of single layers are computed by the C++ kernels alone"
     if any(layer.recurrence for layer in spec.layers):
         return "its recurrence is computed by the C++ kernels alone"
-    if spec.gated:
+    if spec.gated or spec.head_gated:
         return "gates of what attention gives are computed by the C++ kernels alone"
     if any(layer.shared for layer in spec.layers):
         return "experts that serve every token are computed by the C++ kernels alone"

@@ -109,6 +109,7 @@ def read_spec(skeleton: Skeleton) -> Spec:
         centred=family.centred,
         parallel=family.parallel,
         gated=family.gated,
+        head_gated=f"{first}{names.head_gate}.weight" in shapes,
         neighbours=family.neighbours,
         embed_scale=family.embed_scale(config),
         residual_scale=family.residual_scale(config),
@@ -182,7 +183,12 @@ def _by_kind(config: Any) -> bool:
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """One a kind of layer where these differ, else one."""
     parameters = config.rope_parameters
-    return [parameters[kind] for kind in set(config.layer_types)] if _by_kind(config) else [parameters]
+    return [parameters[kind] for kind in _turned_kinds(config)] if _by_kind(config) else [parameters]
+
+
+def _turned_kinds(config: Any) -> list[str]:
+    """Kinds of layers with rotary positions of their own; others do not attend (LFM3's convolutions)."""
+    return sorted(set(config.layer_types) & set(config.rope_parameters))
 
 
 UNTURNED = "none"
@@ -196,7 +202,7 @@ def rotary_tables(
     has no positions."""
     family, config = FAMILIES[skeleton.model_type], skeleton.config
     rotary = getattr((skeleton.language or skeleton).model.model, family.names.rotary)
-    kinds = [] if rotary is None else sorted(set(config.layer_types)) if _by_kind(config) else [""]
+    kinds = [] if rotary is None else _turned_kinds(config) if _by_kind(config) else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)
     made = {kind: rotary(like, positions, *([kind] if kind else [])) for kind in kinds}
     tables = {kind: (_twice(cos[0], family.angles), _twice(sin[0], family.angles)) for kind, (cos, sin) in made.items()}

@@ -98,6 +98,8 @@ class Spec:
     centred: bool
     parallel: bool
     gated: bool
+    head_gated: bool
+    """Whether what each head gives has a factor of its own."""
     neighbours: bool
     embed_scale: float
     residual_scale: float
@@ -110,7 +112,7 @@ class Spec:
     """Bound of the logits, as `LayerSpec.cap` is that of scores."""
     grows: QueryGrowth | None
     clamp: Clamp | None
-    """The eleven facts up to here are those of `OwnFamily`."""
+    """Most facts from `norm_offset` on are those of `OwnFamily`."""
     routing: Routing | None
 
 
@@ -195,7 +197,7 @@ class LayerWeights:
 
     attention_norm: torch.Tensor | None
     qkv: Linear
-    """Rows of q, then k, then v, and where it is `gated` each head's gates behind its queries; of a convolution the factor of its input, that of its result,
+    """Rows of q, then k, then v, where it is `gated` each head's gates behind its queries, and where it is `head_gated` one for each head; of a convolution the factor of its input, that of its result,
     and its input; of a recurrence its parts (`Recurrence.rows`)."""
     convolution: Convolution | None
     recurrence: RecurrenceWeights | None
@@ -246,7 +248,8 @@ def expected_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
 def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
     """The layer's products, experts aside, by the modules that each contains."""
     names = spec.names
-    attention = {"qkv": names.qkv[: _parts(layer)], "out": (names.out,)}
+    gates = (names.head_gate,) if spec.head_gated else ()
+    attention = {"qkv": (*names.qkv[: _parts(layer)], *gates), "out": (names.out,)}
     if layer.kernel:
         attention = {"qkv": (names.into_convolution,), "out": (names.out_of_convolution,)}
     if layer.recurrence:
@@ -268,6 +271,8 @@ def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     """The layer's linear modules, experts aside: (out, in) by the name within the layer."""
     q, kv = spec.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     first: tuple[int, ...] = (2 * q if spec.gated else q, kv, kv)[: _parts(layer)]
+    if spec.head_gated:
+        first = (*first, spec.heads)
     if layer.kernel:
         q, first = spec.hidden, (spec.hidden,) * 3
     if layer.recurrence:
@@ -354,7 +359,7 @@ def _has_bias(spec: Spec, name: str) -> bool:
         return spec.conv_bias
     if name in (*spec.names.into_recurrence, spec.names.out_of_recurrence):
         return spec.recurrence_bias
-    if name in (spec.names.per_layer_gate, spec.names.per_layer_out):
+    if name in (spec.names.per_layer_gate, spec.names.per_layer_out, spec.names.head_gate):
         return False
     if name in spec.names.qkv:
         return spec.qkv_bias
@@ -391,9 +396,13 @@ class _Layer:
         return self.tensors[f"model.layers.{self.index}.{name}"]
 
     def linear(self, names: Sequence[str], bias: bool) -> Linear:
-        """Several matrices over one input as one."""
-        weight = fuse([self[f"{name}.weight"] for name in names])
-        return weight, fuse([self[f"{name}.bias"] for name in names]) if bias else None
+        """Several matrices over one input as one. `bias`: whether the first has a bias; one that has none gets zeros."""
+        weights = [self[f"{name}.weight"] for name in names]
+        return fuse(weights), fuse([self._bias(*pair) for pair in zip(names, weights, strict=True)]) if bias else None
+
+    def _bias(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        found = self.tensors.get(f"model.layers.{self.index}.{name}.bias")
+        return weight.new_zeros(len(weight)) if found is None else found
 
 
 def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeights:

@@ -45,7 +45,7 @@ struct Layer {
     int32_t key_heads, value_heads, key_width, value_width;
     int32_t corrects;                   // whether it is a delta rule, and not a state space
     float shortest_step, longest_step;  // bounds of the steps
-    int32_t gated;  // whether a gate for each number that attention gives follows in qkv behind the values
+    int32_t gated, head_gated;  // whether a gate for each number that attention gives, or for each head, follows in qkv behind the values
     Linear shared_gate_up, shared_down;  // of an expert that serves every token beside the chosen ones; no outputs: there is none
     const float* shared_gate;            // [hidden up to 32]: the sigmoid of its product with a token is the factor of that expert; null: 1
     const float* choice_bias;            // [experts]: added to sigmoids where experts are chosen by them, or null
