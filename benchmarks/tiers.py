@@ -72,6 +72,10 @@ TYPES: dict[str, dict[str, Any]] = {
         "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256, "shared_intermediate_size": 512, "mamba_n_heads": 16, "mamba_d_head": 48,
         "mamba_d_state": 64, "layer_types": (["mamba"] * 3 + ["attention"]) * 2, "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
     },
+    "falcon_h1": {
+        "mamba_d_ssm": 768, "mamba_n_heads": 16, "mamba_d_head": 48, "mamba_d_state": 64, "num_hidden_layers": 6, "mamba_rms_norm": True, "key_multiplier": 0.4,
+        "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.35], "mlp_multipliers": [0.9, 0.3], "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24,
+    },
     "mamba2": {"num_heads": 16, "head_dim": 48, "n_groups": 1, "state_size": 64, "expand": 2},
 }  # fmt: skip
 """What the config of a type has beside `COMMON`."""

@@ -132,7 +132,7 @@ class Recurrence:
 
     @property
     def normed(self) -> int:
-        """Weights of the norm of what is read."""
+        """Weights of the norm of what is read; 0: there is none."""
         raise NotImplementedError
 
 
@@ -162,15 +162,24 @@ class StateSpace(Recurrence):
 
     steps: tuple[float, float] = (0.0, math.inf)
     """Bounds of a step."""
+    gate_last: bool = False
+    """Whether it is normed before its gate."""
+    plain: bool = False
+    """Whether it has no norm."""
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of gates, values, keys, queries and steps."""
+        return self.values, self.values, self.keys, self.keys, self.value_heads
 
     @property
     def rows(self) -> tuple[int, ...]:
         """The gates, values, keys, queries and steps, which are one part."""
-        return (self.values + self.convolved + self.value_heads,)
+        return (sum(self.parts),)
 
     @property
     def normed(self) -> int:
-        return self.values
+        return 0 if self.plain else self.values
 
 
 @dataclass(frozen=True)
@@ -179,6 +188,16 @@ class QueryGrowth:
 
     beta: float
     length: int
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of a product, which are no part of its weights."""
+
+    into: float = 1.0
+    """Of its inputs."""
+    rows: tuple[float, ...] = (1.0,)
+    """Of the outputs of each of its parts, biases included."""
 
 
 def _one(of: Any) -> float:
@@ -211,6 +230,10 @@ def _no_growth(of: Any) -> QueryGrowth | None:
 
 def _no_experts(of: Any) -> Routing | None:
     return None
+
+
+def _no_factors(of: Any) -> Mapping[str, Factors]:
+    return {}
 
 
 def _no_recurrence(of: Any, layer: int) -> Recurrence | None:
@@ -247,6 +270,10 @@ class OwnFamily:
     """Whether a layer has a gated short convolution (LFM2) in the place of attention. Only the C++ kernels have it."""
     recurrence: Callable[[Any, int], Recurrence | None] = _no_recurrence
     """The recurrence that a layer has in the place of attention. Only the C++ kernels have it."""
+    beside: bool = False
+    """Whether layers with a recurrence attend too, and what both give is added."""
+    factors: Callable[[Any], Mapping[str, Factors]] = _no_factors
+    """Factors of products (`weight_places.products`). Only the C++ kernels have them."""
     gated: bool = False
     """Whether what attention gives is multiplied by the sigmoids of gates, which follow each head's queries in the rows of their product. Only the C++
     kernels do so."""
@@ -258,6 +285,12 @@ class OwnFamily:
     """Empty, or what a config asks for and no decoder of ours has, a whole clause."""
     sure: bool = True
     """Whether a decoder of ours serves all models of the family wherever it runs."""
+
+    def attends(self, config: Any, layer: int) -> bool:
+        """Returns whether a layer has attention."""
+        if self.recurrence(config, layer) is not None:
+            return self.beside
+        return not self.convolves(config, layer)
 
 
 BEHIND = Names(
@@ -364,6 +397,31 @@ def _mamba2(of: Any, layer: int) -> StateSpace | None:
     )
 
 
+def _falcon_h1(of: Any, layer: int) -> StateSpace:
+    return StateSpace(
+        key_heads=of.mamba_n_groups,
+        value_heads=of.mamba_n_heads,
+        key_width=of.mamba_d_state,
+        value_width=of.mamba_d_head,
+        kernel=of.mamba_d_conv,
+        steps=of.time_step_limit or (0.0, math.inf),
+        gate_last=bool(of.mamba_norm_before_gate and of.mamba_rms_norm),
+        plain=not of.mamba_rms_norm,
+    )
+
+
+def _falcon_h1_factors(of: Any) -> Mapping[str, Factors]:
+    gate, down = of.mlp_multipliers
+    return {
+        "qkv": Factors(of.attention_in_multiplier, (1.0, of.key_multiplier, 1.0)),
+        "out": Factors(rows=(of.attention_out_multiplier,)),
+        "into_recurrence": Factors(of.ssm_in_multiplier, tuple(of.ssm_multipliers)),
+        "out_of_recurrence": Factors(rows=(of.ssm_out_multiplier,)),
+        "gate_up": Factors(rows=(gate, 1.0)),
+        "down": Factors(rows=(down,)),
+    }
+
+
 def _qwen3_5_moe(of: Any) -> Routing:
     return Routing(experts=of.num_experts, chosen=of.num_experts_per_tok, normalise=True)
 
@@ -466,6 +524,21 @@ FAMILIES: Mapping[str, OwnFamily] = {
             norm="model.final_layernorm",
         ),
         recurrence=_mamba2,
+        sure=False,
+    ),
+    "falcon_h1": OwnFamily(
+        names=replace(
+            MAMBA,
+            gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+            before_mlp="pre_ff_layernorm",
+            norm="model.final_layernorm",
+        ),
+        embed_scale=lambda config: config.embedding_multiplier,
+        logit_scale=lambda config: config.lm_head_multiplier,
+        recurrence=_falcon_h1,
+        beside=True,
+        factors=_falcon_h1_factors,
         sure=False,
     ),
     "hyperclovax": replace(

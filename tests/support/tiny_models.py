@@ -184,6 +184,24 @@ DEEP = {
     "granite-scaled": ("granite", {"logits_scaling": 8.0}),
 }
 """Layers enough for the stages of a pipeline, and logits that are more than a product."""
+FALCON_H1 = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_rms_norm": True,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.7,
+    "attention_in_multiplier": 0.8,
+    "key_multiplier": 0.6,
+    "attention_out_multiplier": 1.3,
+    "ssm_in_multiplier": 1.2,
+    "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.3],
+    "ssm_out_multiplier": 0.6,
+    "mlp_multipliers": [0.7, 1.4],
+}
 CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "lfm2",
@@ -241,6 +259,9 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_layer_indices": [1],
         },
     ),
+    "falcon_h1": ("falcon_h1", FALCON_H1),
+    "falcon_h1-gate-first": ("falcon_h1", {**FALCON_H1, "mamba_norm_before_gate": False}),
+    "falcon_h1-plain": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": False}),
     "gemma4_text": (
         "gemma4_text",
         {

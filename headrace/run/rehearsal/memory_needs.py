@@ -97,6 +97,9 @@ def read_shape(directory: Path) -> ModelShape:
     convolving, recurrent = kinds.count("conv"), kinds.count("linear_attention") + kinds.count("mamba")
     if text.get("model_type") == "bamba":
         recurrent = layers - len(text.get("attn_layer_indices") or ())
+    attending = layers - convolving - recurrent
+    if text.get("model_type") == "falcon_h1":  # each layer has both
+        recurrent = attending = layers
     stored = {name: tensor for path in weight_files(directory) for name, tensor in read_header(path).items()}
     parameters = sum(tensor.elements for tensor in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
@@ -108,7 +111,7 @@ def read_shape(directory: Path) -> ModelShape:
         inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
         experts=_number(text, "num_experts", "num_local_experts", "n_routed_experts"),
         chosen=_number(text, "num_experts_per_tok"),
-        cached=_keys_and_values(text, layers - convolving - recurrent, kv_heads * head) + convolving * hidden,
+        cached=_keys_and_values(text, attending, kv_heads * head) + convolving * hidden,
         state=4 * recurrent * _recurrent_state(text),
         positions=_number(text, "max_position_embeddings", "n_positions"),
         steady=_steady(text),
@@ -141,7 +144,7 @@ def _recurrent_state(text: Mapping[str, Any]) -> int:
     values = _number(text, "linear_num_value_heads") * _number(text, "linear_value_head_dim")
     if _number(text, "mamba_n_heads"):
         keys = _number(text, "mamba_n_groups") * (width := _number(text, "mamba_d_state"))
-        values = _number(text, "mamba_expand") * _number(text, "hidden_size")
+        values = _number(text, "mamba_d_ssm") or _number(text, "mamba_expand") * _number(text, "hidden_size")
     return max(0, _number(text, "linear_conv_kernel_dim", "mamba_d_conv") - 1) * (2 * keys + values) + width * values
 
 

@@ -99,8 +99,8 @@ def refusal(skeleton: Skeleton) -> str:
         return "heads of several sizes are served by the C++ kernels alone"
     if spec.values_normed or spec.per_layer or any(layer.borrows is not None for layer in spec.layers):
         return "norms of values, shared keys and embeddings of single layers are computed by the C++ kernels alone"
-    if any(layer.recurrence for layer in spec.layers):
-        return "its recurrence is computed by the C++ kernels alone"
+    if any(layer.recurrence for layer in spec.layers) or spec.factors:
+        return "recurrences and factors of products are computed by the C++ kernels alone"
     if spec.gated or spec.head_gated:
         return "gates of what attention gives are computed by the C++ kernels alone"
     if any(layer.shared for layer in spec.layers):
@@ -206,6 +206,7 @@ class FusedRunner(PagedRunner):
 
     def _layer(self, spec: LayerSpec, weights: LayerWeights) -> Layer:
         mlp = weights.mlp
+        assert weights.qkv is not None and weights.out is not None, "all its layers attend"
         mixture: tuple[Matrix, Matrix] | Mixture
         if isinstance(mlp, Experts):
             assert self.spec.routing is not None

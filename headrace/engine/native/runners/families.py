@@ -28,11 +28,7 @@ def refusal(skeleton: Skeleton) -> str:
     if config.model_type not in OWN_FAMILIES:
         return f"{config.model_type} is none of the families that have a decoder of ours ({', '.join(OWN_FAMILIES)})"
     family = FAMILIES[config.model_type]
-    layers = [
-        layer
-        for layer in range(config.num_hidden_layers)
-        if not family.convolves(config, layer) and family.recurrence(config, layer) is None
-    ]
+    layers = [layer for layer in range(config.num_hidden_layers) if family.attends(config, layer)]
     if skeleton.attention is None or list(skeleton.attention.layers) != layers:
         return skeleton.objection
     if reason := family.lacks(config):
@@ -90,12 +86,11 @@ def read_spec(skeleton: Skeleton) -> Spec:
         vocabulary=skeleton.vocabulary,
         eps=next(filter(None, (getattr(config, name, None) for name in _EPS))),
         activation="gelu_tanh" if _activation(config) == "gelu_pytorch_tanh" else "silu",
-        qkv_bias=f"{first}{names.qkv[0]}.bias" in shapes,
-        out_bias=f"{first}{names.out}.bias" in shapes,
-        mlp_bias=f"{first}{names.gate_up[0]}.bias" in shapes,
-        conv_bias=any(name.endswith(f".{names.convolution}.bias") for name in shapes)
-        or any(name.endswith(f".{names.recurrence_convolution}.bias") for name in shapes),
-        recurrence_bias=any(name.endswith(f".{names.out_of_recurrence}.bias") for name in shapes),
+        biased=frozenset(
+            name.removesuffix(".bias").split(".", 3)[3]
+            for name in shapes
+            if name.startswith("model.layers.") and name.endswith(".bias")
+        ),
         expert_bias=any(name.endswith(f".{names.router}.bias") for name in shapes),
         choice_bias=any(name.endswith(f".{names.choice_bias}") for name in shapes),
         shared_gate=any(name.endswith(f".{names.shared_gate}.weight") for name in shapes),
@@ -120,6 +115,7 @@ def read_spec(skeleton: Skeleton) -> Spec:
         grows=family.grows(config),
         clamp=family.clamp(config),
         routing=family.routing(config),
+        factors={name: one for name, one in family.factors(config).items() if {one.into, *one.rows} != {1.0}},
     )
 
 
@@ -151,6 +147,7 @@ def _layer_spec(skeleton: Skeleton, index: int) -> LayerSpec:
         head_dim=head_dim or skeleton.geometry.head_dim,
         borrows=_borrows(skeleton, index) if kv_heads else None,
         same=kv_heads > 0 and _lacks(skeleton, index, -1) and not _lacks(skeleton, index, 1),
+        attends=family.attends(config, index),
         recurrence=family.recurrence(config, index),
     )
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from headrace.engine.native.runners.skeleton import fuse, named_as_part
-from headrace.engine.own_families import Clamp, Names, QueryGrowth, Recurrence, Routing
+from headrace.engine.own_families import Clamp, Factors, Names, QueryGrowth, Recurrence, Routing, StateSpace
 
 Tensors = Mapping[str, torch.Tensor]
 Linear = tuple[torch.Tensor, torch.Tensor | None]
@@ -45,17 +45,14 @@ class LayerSpec:
     """The layer whose keys and values it reads, where it has none."""
     same: bool = False
     """Whether values are what keys are before their norm and their positions."""
+    attends: bool = True
     recurrence: Recurrence | None = None
-    """The recurrence that the layer has in the place of attention."""
+    """The recurrence that the layer has in the place of attention, or beside it."""
 
     @property
     def dense(self) -> int:
         """Width of the feed-forward part that serves every token; 0: there is none."""
         return self.shared if self.experts else self.inner
-
-    @property
-    def attends(self) -> bool:
-        return not self.kernel and self.recurrence is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +67,8 @@ class Spec:
     vocabulary: int
     eps: float
     activation: Literal["silu", "gelu_tanh"]
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    conv_bias: bool
-    """Whether convolutions have biases, and with them the products of those that are gated."""
-    recurrence_bias: bool
-    """Whether products of recurrences have biases."""
+    biased: frozenset[str]
+    """Modules of layers that have biases wherever they are."""
     expert_bias: bool
     """Whether experts and their router have biases."""
     choice_bias: bool
@@ -114,6 +106,7 @@ class Spec:
     clamp: Clamp | None
     """Most facts from `norm_offset` on are those of `OwnFamily`."""
     routing: Routing | None
+    factors: Mapping[str, Factors]
 
 
 @dataclass(frozen=True)
@@ -165,10 +158,13 @@ class RecurrenceWeights:
     """[value heads]: a state fades by exp(-decay * step)."""
     step_bias: torch.Tensor
     """[value heads]"""
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     """[`Recurrence.normed`]"""
     skip: torch.Tensor | None
     """[value heads]"""
+    into: Linear
+    """Rows of `Recurrence.rows`."""
+    out: Linear
 
 
 @dataclass(frozen=True)
@@ -196,22 +192,24 @@ class LayerWeights:
     """Weights of norms are float32 with the offset added; the others are views into the update where that is possible."""
 
     attention_norm: torch.Tensor | None
-    qkv: Linear
+    qkv: Linear | None
     """Rows of q, then k, then v, where it is `gated` each head's gates behind its queries, and where it is `head_gated` one for each head; of a convolution the factor of its input, that of its result,
-    and its input; of a recurrence its parts (`Recurrence.rows`)."""
+    and its input. None where a recurrence is alone."""
     convolution: Convolution | None
     recurrence: RecurrenceWeights | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     sinks: torch.Tensor | None
     """[Hq] float32"""
-    out: Linear
+    out: Linear | None
     attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
     mlp: Dense | Experts
     mlp_out_norm: torch.Tensor | None
     per_layer: PerLayer | None
     scale_behind: float
+    factors: Mapping[str, torch.Tensor]
+    """[out] float32: those of the outputs of products, which their biases have in them already."""
 
 
 @dataclass(frozen=True)
@@ -249,11 +247,13 @@ def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
     """The layer's products, experts aside, by the modules that each contains."""
     names = spec.names
     gates = (names.head_gate,) if spec.head_gated else ()
-    attention = {"qkv": (*names.qkv[: _parts(layer)], *gates), "out": (names.out,)}
+    attention: dict[str, tuple[str, ...]] = {}
+    if layer.attends:
+        attention = {"qkv": (*names.qkv[: _parts(layer)], *gates), "out": (names.out,)}
     if layer.kernel:
         attention = {"qkv": (names.into_convolution,), "out": (names.out_of_convolution,)}
     if layer.recurrence:
-        attention = {"qkv": names.into_recurrence, "out": (names.out_of_recurrence,)}
+        attention |= {"into_recurrence": names.into_recurrence, "out_of_recurrence": (names.out_of_recurrence,)}
     if spec.per_layer:
         attention |= {"per_layer_gate": (names.per_layer_gate,), "per_layer_out": (names.per_layer_out,)}
     if layer.experts:
@@ -275,12 +275,13 @@ def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
         first = (*first, spec.heads)
     if layer.kernel:
         q, first = spec.hidden, (spec.hidden,) * 3
-    if layer.recurrence:
-        q, first = layer.recurrence.values, layer.recurrence.rows
     outputs = {"qkv": first, "out": (spec.hidden,), "gate_up": (layer.dense, layer.dense), "down": (spec.hidden,)}
     outputs |= {"per_layer_gate": (spec.per_layer,), "per_layer_out": (spec.hidden,)}
     inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.dense}
     inputs |= {"per_layer_gate": spec.hidden, "per_layer_out": spec.per_layer}
+    if layer.recurrence:
+        outputs |= {"into_recurrence": layer.recurrence.rows, "out_of_recurrence": (spec.hidden,)}
+        inputs |= {"into_recurrence": spec.hidden, "out_of_recurrence": layer.recurrence.values}
     shapes: dict[str, tuple[int, int]] = {}
     for product, modules in products(spec, layer).items():
         rows = outputs[product] if len(modules) > 1 else (sum(outputs[product]),)
@@ -315,7 +316,7 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in linear_shapes(spec, layer).items():
         shapes[f"{name}.weight"] = shape
-        if _has_bias(spec, name):
+        if name in spec.biased:
             shapes[f"{name}.bias"] = shape[:1]
     shapes |= _stored_experts(spec, layer)
     if layer.experts and spec.choice_bias and spec.routing:
@@ -331,11 +332,11 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
         shapes[spec.names.scale_behind] = (1,)
     if layer.kernel:
         shapes[f"{spec.names.convolution}.weight"] = (spec.hidden, 1, layer.kernel)
-        if spec.conv_bias:
+        if spec.names.convolution in spec.biased:
             shapes[f"{spec.names.convolution}.bias"] = (spec.hidden,)
-    elif layer.recurrence:
+    if layer.recurrence:
         shapes |= _recurrence_shapes(spec, layer.recurrence)
-    elif spec.qk_norm:
+    if layer.attends and spec.qk_norm:
         whole = spec.qk_norm == "projection"
         normed = ((spec.names.q_norm, spec.heads), (spec.names.k_norm, layer.kv_heads))
         for name, heads in normed[: 1 if layer.borrows is not None else 2]:
@@ -345,25 +346,24 @@ def _layer_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
 
 def _recurrence_shapes(spec: Spec, of: Recurrence) -> dict[str, tuple[int, ...]]:
     names, convolution = spec.names, spec.names.recurrence_convolution
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{convolution}.weight": (of.convolved, 1, of.kernel),
-        f"{names.recurrence_norm}.weight": (of.normed,),
-    }
-    if spec.conv_bias:
+    shapes: dict[str, tuple[int, ...]] = {f"{convolution}.weight": (of.convolved, 1, of.kernel)}
+    if of.normed:
+        shapes[f"{names.recurrence_norm}.weight"] = (of.normed,)
+    if convolution in spec.biased:
         shapes[f"{convolution}.bias"] = (of.convolved,)
     return shapes | {name: (of.value_heads,) for name in (names.decay, names.step_bias, names.skip) if name}
 
 
-def _has_bias(spec: Spec, name: str) -> bool:
-    if name in (spec.names.into_convolution, spec.names.out_of_convolution):
-        return spec.conv_bias
-    if name in (*spec.names.into_recurrence, spec.names.out_of_recurrence):
-        return spec.recurrence_bias
-    if name in (spec.names.per_layer_gate, spec.names.per_layer_out, spec.names.head_gate):
-        return False
-    if name in spec.names.qkv:
-        return spec.qkv_bias
-    return spec.out_bias if name == spec.names.out else spec.mlp_bias
+def _row_factors(spec: Spec, layer: LayerSpec) -> dict[str, torch.Tensor]:
+    """Factors of each output of the layer's products, those of its inputs aside."""
+    shapes, of = linear_shapes(spec, layer), layer.recurrence
+    found = {}
+    for name in products(spec, layer).keys() & spec.factors.keys():
+        sizes = [shapes[module][0] for module in products(spec, layer)[name]]
+        if name == "into_recurrence" and isinstance(of, StateSpace):
+            sizes = list(of.parts)
+        found[name] = torch.tensor(spec.factors[name].rows).repeat_interleave(torch.tensor(sizes))
+    return found
 
 
 def read_weights(spec: Spec, tensors: Tensors) -> Weights:
@@ -395,14 +395,16 @@ class _Layer:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.tensors[f"model.layers.{self.index}.{name}"]
 
-    def linear(self, names: Sequence[str], bias: bool) -> Linear:
-        """Several matrices over one input as one. `bias`: whether the first has a bias; one that has none gets zeros."""
+    def linear(self, names: Sequence[str], biased: frozenset[str], by: torch.Tensor | None = None) -> Linear:
+        """Several matrices over one input as one. `biased`: those that have a bias; others of the same product get zeros. `by`: factors of their biases."""
         weights = [self[f"{name}.weight"] for name in names]
-        return fuse(weights), fuse([self._bias(*pair) for pair in zip(names, weights, strict=True)]) if bias else None
-
-    def _bias(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        found = self.tensors.get(f"model.layers.{self.index}.{name}.bias")
-        return weight.new_zeros(len(weight)) if found is None else found
+        if biased.isdisjoint(names):
+            return fuse(weights), None
+        biases = [
+            self[f"{name}.bias"] if name in biased else weight.new_zeros(len(weight))
+            for name, weight in zip(names, weights, strict=True)
+        ]
+        return fuse(weights), fuse(biases) if by is None else fuse(biases).float() * by
 
 
 def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeights:
@@ -412,48 +414,55 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
     def of(which: str) -> torch.Tensor | None:
         return norm(getattr(spec.names, which)) if which in spec.norms else None
 
-    inside, normed = products(spec, layer), spec.qk_norm and layer.attends
+    inside, normed, by = products(spec, layer), spec.qk_norm and layer.attends, _row_factors(spec, layer)
+
+    def linear(product: str) -> Linear | None:
+        return tensors.linear(inside[product], spec.biased, by.get(product)) if product in inside else None
+
     return LayerWeights(
         attention_norm=of("before_attention"),
-        qkv=tensors.linear(inside["qkv"], _has_bias(spec, inside["qkv"][0])),
+        qkv=linear("qkv"),
         convolution=_convolution(spec, tensors, spec.names.convolution) if layer.kernel else None,
-        recurrence=_recurrence(spec, tensors) if layer.recurrence else None,
+        recurrence=_recurrence(spec, layer, tensors, by) if layer.recurrence else None,
         q_norm=norm(spec.names.q_norm) if normed else None,
         k_norm=norm(spec.names.k_norm) if normed and layer.borrows is None else None,
         sinks=tensors[spec.names.sinks].float() if layer.sinks else None,
-        out=tensors.linear(inside["out"], _has_bias(spec, inside["out"][0])),
+        out=linear("out"),
         attention_out_norm=of("behind_attention"),
         mlp_norm=of("before_mlp"),
-        mlp=_mlp(spec, layer, tensors),
+        mlp=_mlp(spec, layer, tensors, by),
         mlp_out_norm=of("behind_mlp"),
         per_layer=PerLayer(
-            tensors.linear(inside["per_layer_gate"], False),
-            tensors.linear(inside["per_layer_out"], False),
+            tensors.linear(inside["per_layer_gate"], spec.biased),
+            tensors.linear(inside["per_layer_out"], spec.biased),
             norm(spec.names.behind_per_layer),
         )
         if spec.per_layer
         else None,
         scale_behind=float(tensors[spec.names.scale_behind]) if spec.scaled_behind else 1.0,
+        factors={name: rows * spec.factors[name].into for name, rows in by.items()},
     )
 
 
 def _convolution(spec: Spec, tensors: _Layer, name: str) -> Convolution:
     weight = tensors[f"{name}.weight"].float()[:, 0].T.contiguous()
-    return Convolution(weight, tensors[f"{name}.bias"].float() if spec.conv_bias else None)
+    return Convolution(weight, tensors[f"{name}.bias"].float() if name in spec.biased else None)
 
 
-def _recurrence(spec: Spec, tensors: _Layer) -> RecurrenceWeights:
-    names = spec.names
+def _recurrence(spec: Spec, layer: LayerSpec, tensors: _Layer, by: Mapping[str, torch.Tensor]) -> RecurrenceWeights:
+    names, plain = spec.names, not (layer.recurrence and layer.recurrence.normed)
     return RecurrenceWeights(
         convolution=_convolution(spec, tensors, names.recurrence_convolution),
         decay=tensors[names.decay].float().exp(),
         step_bias=tensors[names.step_bias].float(),
-        norm=tensors[f"{names.recurrence_norm}.weight"].float(),
+        norm=None if plain else tensors[f"{names.recurrence_norm}.weight"].float(),
         skip=tensors[names.skip].float() if names.skip else None,
+        into=tensors.linear(names.into_recurrence, spec.biased, by.get("into_recurrence")),
+        out=tensors.linear((names.out_of_recurrence,), spec.biased, by.get("out_of_recurrence")),
     )
 
 
-def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense | Experts:
+def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer, by: Mapping[str, torch.Tensor]) -> Dense | Experts:
     names = spec.names
     if layer.experts:
         assert spec.routing is not None
@@ -468,14 +477,14 @@ def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense | Experts:
             down_bias=tensors[f"{names.experts}.down_proj_bias"] if spec.expert_bias else None,
             alternating=turned,
             choice_bias=tensors[names.choice_bias].float() if spec.choice_bias else None,
-            shared=_dense(spec, layer, tensors) if layer.shared else None,
+            shared=_dense(spec, layer, tensors, by) if layer.shared else None,
             shared_gate=tensors[f"{names.shared_gate}.weight"].float()[0]
             if layer.shared and spec.shared_gate
             else None,
         )
-    return _dense(spec, layer, tensors)
+    return _dense(spec, layer, tensors, by)
 
 
-def _dense(spec: Spec, layer: LayerSpec, tensors: _Layer) -> Dense:
+def _dense(spec: Spec, layer: LayerSpec, tensors: _Layer, by: Mapping[str, torch.Tensor]) -> Dense:
     inside = products(spec, layer)
-    return Dense(tensors.linear(inside["gate_up"], spec.mlp_bias), tensors.linear(inside["down"], spec.mlp_bias))
+    return Dense(*(tensors.linear(inside[name], spec.biased, by.get(name)) for name in ("gate_up", "down")))

@@ -7,7 +7,7 @@ struct Dense : State {
 
     // x += scale w(from), normalised first if there is a norm; and all of it times `then`.
     void add(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, const float* norm, float then = 1) {
-        if (!norm && m.residual_scale == 1 && then == 1) return product<true>(p, index, which, w, from, x);
+        if (!norm && !w.factors && m.residual_scale == 1 && then == 1) return product<true>(p, index, which, w, from, x);
         product<false>(p, index, which, w, from, side);
         plan.each(p.tokens_count, [=](int row) {
             const float by = m.residual_scale * (norm ? inverse_rms(side, row) : 1);
@@ -99,7 +99,7 @@ struct Dense : State {
         });
     }
 
-    // Adds adapters and then the bias to a product, as the trainer does (`linear.h`).
+    // Adds adapters to a product, multiplies it by its factors, and adds the bias, as the trainer does (`linear.h`).
     void finish(const Pass& p, int index, int which, const Linear& w, int panel, int b, float* c) {
         for (int slot = 0; slot < p.slots; slot++) {
             const LowRank& l = low_rank(p, slot, index, which);
@@ -107,6 +107,8 @@ struct Dense : State {
             multiply<true>(Inputs<taken>{thin.block(b, slot * (thin.panels / p.slots))}, Panel<stored>{l.b + (size_t)panel * up(l.rank) * AREA}, up(l.rank), c, SIDE,
                            std::min(SIDE, p.tokens_count - b * SIDE));
         }
+        for (int r = 0; w.factors && r < SIDE; r++)
+            for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) * load(w.factors + panel * SIDE + j));
         for (int r = 0; w.bias && r < SIDE; r++)
             for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) + load(w.bias + panel * SIDE + j));
     }
