@@ -76,6 +76,10 @@ TYPES: dict[str, dict[str, Any]] = {
         "mamba_d_ssm": 768, "mamba_n_heads": 16, "mamba_d_head": 48, "mamba_d_state": 64, "num_hidden_layers": 6, "mamba_rms_norm": True, "key_multiplier": 0.4,
         "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.35], "mlp_multipliers": [0.9, 0.3], "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24,
     },
+    "nemotron_h": {
+        **EXPERTS, "layers_block_type": ["linear_attention", "moe", "linear_attention", "mlp", "full_attention", "moe"] * 2, "mamba_num_heads": 16, "mamba_head_dim": 48,
+        "n_groups": 2, "ssm_state_size": 64, "n_routed_experts": 8, "moe_shared_expert_intermediate_size": 512, "rescale_prenorm_residual": False,
+    },
     "mamba2": {"num_heads": 16, "head_dim": 48, "n_groups": 1, "state_size": 64, "expand": 2},
 }  # fmt: skip
 """What the config of a type has beside `COMMON`."""

@@ -35,6 +35,8 @@ class Names:
     sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
+    experts_in: str = "gate_up_proj"
+    """The stacked first matrix of experts, within them."""
     choice_bias: str = "mlp.expert_bias"
     """A buffer with what is added to the weights of experts where these are chosen, and not where they serve."""
     shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
@@ -65,6 +67,7 @@ class Names:
     per_layer_norm: str = "model.per_layer_projection_norm"
     scale_behind: str = "layer_scalar"
     """A buffer with the factor of the residual stream behind a layer."""
+    embed: str = "model.embed_tokens"
     norm: str = "model.norm"
     rotary: str = "rotary_emb"
     """The module of the inner model that knows the angles of positions."""
@@ -84,6 +87,8 @@ class Routing:
     """Whether each expert's weight is the sigmoid of its score, and experts are chosen by it plus a bias (`Names.choice_bias`). Only the C++ kernels do so."""
     scale: float = 1.0
     """The factor of sigmoids, after they were made to add up to one."""
+    least: float = 1e-6
+    """Added to the sum of sigmoids before they are divided by it."""
 
 
 @dataclass(frozen=True)
@@ -264,8 +269,12 @@ class OwnFamily:
     routing: Callable[[Any], Routing | None] = _no_experts
     grows: Callable[[Any], QueryGrowth | None] = _no_growth
     clamp: Callable[[Any], Clamp | None] = _no_clamp
+    ungated: bool = False
+    """Whether a feed-forward part has no gate beside up. Only the C++ kernels have such parts."""
     activation: str = ""
     """Activation of the feed-forward part, where a config does not name it."""
+    attention: Callable[[Any, int], bool] = _always
+    """Whether a layer without convolution and recurrence attends. One that does not is a feed-forward part alone."""
     convolves: Callable[[Any, int], bool] = _never
     """Whether a layer has a gated short convolution (LFM2) in the place of attention. Only the C++ kernels have it."""
     recurrence: Callable[[Any, int], Recurrence | None] = _no_recurrence
@@ -290,7 +299,7 @@ class OwnFamily:
         """Returns whether a layer has attention."""
         if self.recurrence(config, layer) is not None:
             return self.beside
-        return not self.convolves(config, layer)
+        return self.attention(config, layer) and not self.convolves(config, layer)
 
 
 BEHIND = Names(
@@ -422,6 +431,43 @@ def _falcon_h1_factors(of: Any) -> Mapping[str, Factors]:
     }
 
 
+def _nemotron_h(of: Any, layer: int) -> StateSpace | None:
+    """Steps have a least size in transformers, and no bound that its config names (`NemotronHMamba2Mixer.time_step_limit`)."""
+    if of.layers_block_type[layer] != "linear_attention":
+        return None
+    return StateSpace(
+        key_heads=of.n_groups,
+        value_heads=of.mamba_num_heads,
+        key_width=of.ssm_state_size,
+        value_width=of.mamba_head_dim,
+        kernel=of.conv_kernel,
+        steps=(of.time_step_min, math.inf),
+    )
+
+
+def _nemotron_h_routing(of: Any) -> Routing | None:
+    if "moe" not in of.layers_block_type:
+        return None
+    return Routing(
+        experts=of.n_routed_experts,
+        chosen=of.num_experts_per_tok,
+        normalise=of.norm_topk_prob,
+        sigmoid=True,
+        scale=of.routed_scaling_factor,
+        least=1e-20,
+    )
+
+
+def _nemotron_h_lacks(of: Any) -> str:
+    if of.mamba_hidden_act != "silu":
+        return f"its recurrences have the activation {of.mamba_hidden_act} (mamba_hidden_act), and ours is silu"
+    if "moe" in of.layers_block_type and of.n_group > 1:
+        return "its experts are chosen within groups of them (n_group)"
+    if "moe" in of.layers_block_type and of.moe_latent_size is not None:
+        return "its experts work on a latent vector (moe_latent_size)"
+    return ""
+
+
 def _qwen3_5_moe(of: Any) -> Routing:
     return Routing(experts=of.num_experts, chosen=of.num_experts_per_tok, normalise=True)
 
@@ -445,6 +491,32 @@ MAMBA = Names(
     step_bias="mamba.dt_bias",
     skip="mamba.D",
 )
+
+
+NEMOTRON_H = Names(
+    embed="model.embeddings",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    out="mixer.o_proj",
+    gate_up=("mixer.up_proj",),
+    down="mixer.down_proj",
+    before_attention="norm",
+    before_mlp="norm",
+    router="mixer.gate",
+    experts="mixer.experts",
+    experts_in="up_proj",
+    choice_bias="mixer.gate.e_score_correction_bias",
+    shared_gate_up=("mixer.shared_experts.up_proj",),
+    shared_down="mixer.shared_experts.down_proj",
+    into_recurrence=("mixer.in_proj",),
+    out_of_recurrence="mixer.out_proj",
+    recurrence_convolution="mixer.conv1d",
+    recurrence_norm="mixer.norm",
+    decay="mixer.A_log",
+    step_bias="mixer.dt_bias",
+    skip="mixer.D",
+    norm="model.norm_f",
+)
+"""A layer is one part of a kind of its own, under one norm."""
 
 
 def _gemma4_lacks(of: Any) -> str:
@@ -539,6 +611,16 @@ FAMILIES: Mapping[str, OwnFamily] = {
         recurrence=_falcon_h1,
         beside=True,
         factors=_falcon_h1_factors,
+        sure=False,
+    ),
+    "nemotron_h": OwnFamily(
+        names=NEMOTRON_H,
+        turned=_never,
+        ungated=True,
+        attention=lambda config, layer: config.layers_block_type[layer] == "full_attention",
+        recurrence=_nemotron_h,
+        routing=_nemotron_h_routing,
+        lacks=_nemotron_h_lacks,
         sure=False,
     ),
     "hyperclovax": replace(

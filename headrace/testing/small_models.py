@@ -103,7 +103,7 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "layer_types": ["mamba", "attention"] * 2,
     },
-    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 1},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16},
     "dots1": {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,

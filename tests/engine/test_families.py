@@ -136,7 +136,11 @@ def test_a_spec_knows_every_parameter_of_its_model(name):
         *((name, {}) for name in OTHERS),
         ("olmoe", {"clip_qkv": 8.0}),
         ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"hidden_act": "relu2"}),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}),
         ("starcoder2", {}),
+        ("nemotron_h", {"n_group": 2, "topk_group": 1}),
+        ("nemotron_h", {"moe_latent_size": 16}),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}),
     ],
 )

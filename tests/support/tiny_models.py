@@ -259,9 +259,30 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "attn_layer_indices": [1],
         },
     ),
+    "nemotron_h-dense": (
+        "nemotron_h",
+        {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16},
+    ),
     "falcon_h1": ("falcon_h1", FALCON_H1),
     "falcon_h1-gate-first": ("falcon_h1", {**FALCON_H1, "mamba_norm_before_gate": False}),
     "falcon_h1-plain": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": False}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "gemma4_text": (
         "gemma4_text",
         {

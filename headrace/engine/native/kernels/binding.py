@@ -75,7 +75,7 @@ class LayerStruct(Structure):
         *((name, Linear) for name in ("shared_gate_up", "shared_down")),
         *((name, c_void_p) for name in ("shared_gate", "choice_bias")),
         ("sigmoid", c_int32),
-        ("chosen_scale", c_float),
+        *((name, c_float) for name in ("chosen_scale", "chosen_least")),
         *((name, Linear) for name in ("per_layer_gate", "per_layer_out")),
         ("after_per_layer", c_void_p),
         ("scale_behind", c_float),

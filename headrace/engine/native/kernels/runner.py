@@ -55,8 +55,8 @@ ARENA = 32 * 2**20
 """Numbers taken from the system at once."""
 
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
-"""Gated activations, in the order of `Activation` of `src/decoder.h`."""
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "squared")
+"""Activations, in the order of `Activation` of `src/decoder.h`."""
 
 
 INT8_LEVELS = 127
@@ -178,7 +178,7 @@ def refusal(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> str
     for found in {layer.recurrence for layer in spec.layers if layer.recurrence}:
         if odd := [width for width in (found.key_width, found.value_width) if width % 16]:
             named = (
-                "mamba_d_state, mamba_d_head"
+                "mamba_d_state, mamba_d_head; ssm_state_size, mamba_head_dim"
                 if isinstance(found, StateSpace)
                 else "linear_key_head_dim, linear_value_head_dim"
             )
@@ -358,7 +358,7 @@ class KernelRunner:
                 assert spec.routing is not None
                 routing = spec.routing
                 into.experts, into.chosen, into.normalise_chosen = routing.experts, routing.chosen, routing.normalise
-                into.sigmoid, into.chosen_scale = routing.sigmoid, routing.scale
+                into.sigmoid, into.chosen_scale, into.chosen_least = routing.sigmoid, routing.scale, routing.least
                 into.mixture = sum(before.experts for before in spec.layers[:index])
         embed, own = self._embedding(packer, weights.embed), weights.per_layer
         model = binding.ModelStruct(
@@ -535,7 +535,9 @@ Orders = Mapping[str, np.ndarray | None]
 
 
 def _orders(spec: Spec, layer: LayerSpec) -> Orders:
-    orders = {"qkv": _attention_order(spec, layer), "gate_up": gate_up_order(layer.dense)}
+    orders = {"qkv": _attention_order(spec, layer)}
+    if spec.activation != "squared":
+        orders["gate_up"] = gate_up_order(layer.dense)
     if isinstance(layer.recurrence, StateSpace):
         orders["into_recurrence"] = state_space_order(layer.recurrence)
     if isinstance(layer.recurrence, DeltaRule) and layer.recurrence.by_key_head:
@@ -570,13 +572,13 @@ def _fill(into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, pac
         if linear is not None:
             setattr(into, name, packer.linear(linear, orders.get(name), weights.factors.get(name)))
     if isinstance(mlp, Experts):
-        order = gate_up_order(spec.inner, mlp.alternating)
+        order = gate_up_order(spec.inner, mlp.alternating) if len(mlp.gate_up[0]) > spec.inner else None
         into.gate_up = packer.experts(mlp.gate_up, mlp.gate_up_bias, order)
         into.down = packer.experts(mlp.down, mlp.down_bias)
         into.router, into.router_bias = packer.wide(mlp.router), packer.wide(mlp.router_bias)
         into.choice_bias = packer.wide(mlp.choice_bias)
         if mlp.shared is not None:
-            into.shared_gate_up = packer.linear(mlp.shared.gate_up, orders["gate_up"])
+            into.shared_gate_up = packer.linear(mlp.shared.gate_up, orders.get("gate_up"))
             into.shared_down, into.shared_gate = packer.linear(mlp.shared.down), packer.wide(mlp.shared_gate)
     into.input_norm, into.mlp_norm = packer.wide(weights.attention_norm), packer.wide(weights.mlp_norm)
     into.after_attention, into.after_mlp = packer.wide(weights.attention_out_norm), packer.wide(weights.mlp_out_norm)

@@ -107,6 +107,8 @@ def refusal(skeleton: Skeleton) -> str:
         return "experts that serve every token are computed by the C++ kernels alone"
     if spec.routing and spec.routing.sigmoid:
         return "experts that are chosen by sigmoids are served by the C++ kernels alone"
+    if spec.activation == "squared":
+        return "feed-forward parts without a gate are computed by the C++ kernels alone"
     convolves = any(layer.kernel for layer in spec.layers)
     return "its convolutions are computed by the C++ kernels alone" if convolves else ""
 
@@ -206,7 +208,7 @@ class FusedRunner(PagedRunner):
 
     def _layer(self, spec: LayerSpec, weights: LayerWeights) -> Layer:
         mlp = weights.mlp
-        assert weights.qkv is not None and weights.out is not None, "all its layers attend"
+        assert weights.qkv is not None and weights.out is not None and mlp is not None, "all layers have both parts"
         mixture: tuple[Matrix, Matrix] | Mixture
         if isinstance(mlp, Experts):
             assert self.spec.routing is not None

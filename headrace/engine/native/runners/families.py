@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,7 +16,11 @@ from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.runners.weight_places import LayerSpec, Spec, expected_shapes
 from headrace.engine.own_families import FAMILIES, OWN_FAMILIES
 
-_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh", "squared"]] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu2": "squared",
+}
 _ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 """Angles that depend on the position alone. `dynamic` and `longrope` look at the longest sequence of the batch: they are fixed up to a length."""
 
@@ -33,8 +37,8 @@ def refusal(skeleton: Skeleton) -> str:
         return skeleton.objection
     if reason := family.lacks(config):
         return reason
-    if _activation(config) not in _ACTIVATIONS:
-        return f"its activation is {_activation(config)}, and ours are {' and '.join(_ACTIVATIONS)}"
+    if _activation(config) not in _ACTIVATIONS or family.ungated != (_activation(config) == "relu2"):
+        return f"its activation is {_activation(config)}, and ours are silu and gelu_pytorch_tanh of a gate, and relu2 where there is none"
     if getattr(config, "clip_qkv", None):
         return "its config sets clip_qkv"
     for parameters in _rope_parameters(config):
@@ -85,7 +89,7 @@ def read_spec(skeleton: Skeleton) -> Spec:
         hidden=config.hidden_size,
         vocabulary=skeleton.vocabulary,
         eps=next(filter(None, (getattr(config, name, None) for name in _EPS))),
-        activation="gelu_tanh" if _activation(config) == "gelu_pytorch_tanh" else "silu",
+        activation=_ACTIVATIONS.get(_activation(config), "silu"),
         biased=frozenset(
             name.removesuffix(".bias").split(".", 3)[3]
             for name in shapes
@@ -119,7 +123,7 @@ def read_spec(skeleton: Skeleton) -> Spec:
     )
 
 
-_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_eps")
+_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 NORMS = ("before_attention", "behind_attention", "before_mlp", "behind_mlp")
 
 
@@ -168,24 +172,29 @@ def _borrows(skeleton: Skeleton, index: int) -> int | None:
 
 
 def _activation(config: Any) -> str:
-    named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-    return named or FAMILIES[config.model_type].activation
+    named = (getattr(config, name, None) for name in ("hidden_activation", "hidden_act", "mlp_hidden_act"))
+    return next(filter(None, named), "") or FAMILIES[config.model_type].activation
 
 
 def _by_kind(config: Any) -> bool:
     """Whether rotary positions are others in layers of other kinds (Gemma 3)."""
-    return "rope_type" not in config.rope_parameters
+    return "rope_type" not in _rope(config)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """The rotary positions of a config, which a model without any may lack."""
+    return getattr(config, "rope_parameters", None) or {"rope_type": "default"}
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     """One a kind of layer where these differ, else one."""
-    parameters = config.rope_parameters
+    parameters = _rope(config)
     return [parameters[kind] for kind in _turned_kinds(config)] if _by_kind(config) else [parameters]
 
 
 def _turned_kinds(config: Any) -> list[str]:
     """Kinds of layers with rotary positions of their own; others do not attend (LFM3's convolutions)."""
-    return sorted(set(config.layer_types) & set(config.rope_parameters))
+    return sorted(set(config.layer_types) & set(_rope(config)))
 
 
 UNTURNED = "none"
@@ -198,7 +207,7 @@ def rotary_tables(
     """Returns cos and sin [length, D] float32 for every kind of layer, computed by the model's own module. D is less than a head where a part of it
     has no positions."""
     family, config = FAMILIES[skeleton.model_type], skeleton.config
-    rotary = getattr((skeleton.language or skeleton).model.model, family.names.rotary)
+    rotary: Any = getattr((skeleton.language or skeleton).model.model, family.names.rotary, None)
     kinds = [] if rotary is None else _turned_kinds(config) if _by_kind(config) else [""]
     positions, like = torch.arange(length, device=device)[None], torch.empty(0, device=device)
     made = {kind: rotary(like, positions, *([kind] if kind else [])) for kind in kinds}

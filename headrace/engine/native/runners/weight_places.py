@@ -66,7 +66,8 @@ class Spec:
     hidden: int
     vocabulary: int
     eps: float
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Literal["silu", "gelu_tanh", "squared"]
+    """`squared`: the square of what is positive, where up has no gate beside it."""
     biased: frozenset[str]
     """Modules of layers that have biases wherever they are."""
     expert_bias: bool
@@ -112,7 +113,7 @@ class Spec:
 @dataclass(frozen=True)
 class Dense:
     gate_up: Linear
-    """Rows of the gate, then those of up."""
+    """Rows of the gate, if there is one, then those of up."""
     down: Linear
 
 
@@ -121,7 +122,7 @@ class Experts:
     router: torch.Tensor
     """[E, H] float32"""
     gate_up: torch.Tensor
-    """[E, 2 * inner, H]"""
+    """[E, 2 * inner, H], or without a gate [E, inner, H]"""
     down: torch.Tensor
     """[E, H, inner]"""
     router_bias: torch.Tensor | None
@@ -204,7 +205,7 @@ class LayerWeights:
     out: Linear | None
     attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor | None
-    mlp: Dense | Experts
+    mlp: Dense | Experts | None
     mlp_out_norm: torch.Tensor | None
     per_layer: PerLayer | None
     scale_behind: float
@@ -228,7 +229,7 @@ class Weights:
 def expected_shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Every parameter of such a model by its canonical name."""
     shapes = {
-        "model.embed_tokens.weight": (spec.vocabulary, spec.hidden),
+        f"{spec.names.embed}.weight": (spec.vocabulary, spec.hidden),
         f"{spec.names.norm}.weight": (spec.hidden,),
     }
     if spec.per_layer:
@@ -259,12 +260,17 @@ def products(spec: Spec, layer: LayerSpec) -> dict[str, tuple[str, ...]]:
     if layer.experts:
         shared = {"gate_up": names.shared_gate_up, "down": (names.shared_down,)}
         return attention | shared if layer.shared else attention
-    return attention | {"gate_up": names.gate_up, "down": (names.down,)}
+    return attention | {"gate_up": names.gate_up, "down": (names.down,)} if layer.inner else attention
 
 
 def _parts(layer: LayerSpec) -> int:
     """How many of queries, keys and values have rows of their own."""
     return 1 if layer.borrows is not None else 2 if layer.same else 3
+
+
+def _gates(spec: Spec) -> int:
+    """How many matrices the first product of a feed-forward part has: gate and up, or up alone."""
+    return 1 if spec.activation == "squared" else 2
 
 
 def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
@@ -275,7 +281,7 @@ def linear_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
         first = (*first, spec.heads)
     if layer.kernel:
         q, first = spec.hidden, (spec.hidden,) * 3
-    outputs = {"qkv": first, "out": (spec.hidden,), "gate_up": (layer.dense, layer.dense), "down": (spec.hidden,)}
+    outputs = {"qkv": first, "out": (spec.hidden,), "gate_up": (layer.dense,) * _gates(spec), "down": (spec.hidden,)}
     outputs |= {"per_layer_gate": (spec.per_layer,), "per_layer_out": (spec.hidden,)}
     inputs = {"qkv": spec.hidden, "out": q, "gate_up": spec.hidden, "down": layer.dense}
     inputs |= {"per_layer_gate": spec.hidden, "per_layer_out": spec.per_layer}
@@ -295,7 +301,11 @@ def expert_shapes(spec: Spec, layer: LayerSpec) -> dict[str, tuple[int, int, int
         return {}
     assert spec.routing is not None, "experts need a router"
     return {
-        f"{spec.names.experts}.gate_up_proj": (spec.routing.experts, 2 * layer.inner, spec.hidden),
+        f"{spec.names.experts}.{spec.names.experts_in}": (
+            spec.routing.experts,
+            _gates(spec) * layer.inner,
+            spec.hidden,
+        ),
         f"{spec.names.experts}.down_proj": (spec.routing.experts, spec.hidden, layer.inner),
     }
 
@@ -369,7 +379,7 @@ def _row_factors(spec: Spec, layer: LayerSpec) -> dict[str, torch.Tensor]:
 def read_weights(spec: Spec, tensors: Tensors) -> Weights:
     """`tensors`: every parameter by its canonical name, shapes checked; those of other parts than the language part are not read."""
     tensors = named_as_part(tensors)
-    embed = tensors["model.embed_tokens.weight"]
+    embed = tensors[f"{spec.names.embed}.weight"]
     layers = [_layer_weights(spec, layer, _Layer(tensors, index)) for index, layer in enumerate(spec.layers)]
     norm = (tensors[f"{spec.names.norm}.weight"].float() + spec.norm_offset) * spec.logit_scale
     return Weights(embed, layers, norm, embed if spec.tied else tensors["lm_head.weight"], _per_layer(spec, tensors))
@@ -430,7 +440,7 @@ def _layer_weights(spec: Spec, layer: LayerSpec, tensors: _Layer) -> LayerWeight
         out=linear("out"),
         attention_out_norm=of("behind_attention"),
         mlp_norm=of("before_mlp"),
-        mlp=_mlp(spec, layer, tensors, by),
+        mlp=_mlp(spec, layer, tensors, by) if layer.inner else None,
         mlp_out_norm=of("behind_mlp"),
         per_layer=PerLayer(
             tensors.linear(inside["per_layer_gate"], spec.biased),
@@ -466,14 +476,14 @@ def _mlp(spec: Spec, layer: LayerSpec, tensors: _Layer, by: Mapping[str, torch.T
     names = spec.names
     if layer.experts:
         assert spec.routing is not None
-        gate_up, down = (tensors[f"{names.experts}.{which}_proj"] for which in ("gate_up", "down"))
+        gate_up, down = (tensors[f"{names.experts}.{which}"] for which in (names.experts_in, "down_proj"))
         turned = spec.routing.transposed
         return Experts(
             router=tensors[f"{names.router}.weight"].float(),
             gate_up=gate_up.mT if turned else gate_up,
             down=down.mT if turned else down,
             router_bias=tensors[f"{names.router}.bias"].float() if spec.expert_bias else None,
-            gate_up_bias=tensors[f"{names.experts}.gate_up_proj_bias"] if spec.expert_bias else None,
+            gate_up_bias=tensors[f"{names.experts}.{names.experts_in}_bias"] if spec.expert_bias else None,
             down_bias=tensors[f"{names.experts}.down_proj_bias"] if spec.expert_bias else None,
             alternating=turned,
             choice_bias=tensors[names.choice_bias].float() if spec.choice_bias else None,

@@ -83,7 +83,8 @@ struct Decoder : Mixture {
 
     void layer(const Pass& p, int index, const Layer& l) {
         int n = p.tokens_count;
-        normalise(n, l.input_norm, nullptr, p.broken, index - 1);
+        const bool mixes = l.qkv.n || l.value_heads;
+        if (mixes) normalise(n, l.input_norm, nullptr, p.broken, index - 1);
         if (l.value_heads) {
             product<false>(p, index, 6, l.into_recurrence, h, qkv);
             follow(p, index, l);
@@ -95,7 +96,8 @@ struct Decoder : Mixture {
             else rotate(p, index, l), attend(p, index, l);
             add(p, index, 1, l.out, mixed, l.after_attention);
         }
-        if (!m.parallel) normalise(n, l.mlp_norm, nullptr, p.broken, index);
+        if (!l.down.n) return;
+        if (!m.parallel) normalise(n, l.mlp_norm, nullptr, p.broken, mixes ? index : index - 1);
         if (l.experts) mix(p, l);
         if (l.experts && l.shared_down.n) share(p, index, l);
         if (l.experts) return;

@@ -22,7 +22,9 @@ struct Linear {
     }
 };
 struct Layer {
-    Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' are consecutive
+    // A layer may lack attention or a feed-forward part, whose products then have no outputs. gate_up: 16 gates, then their 16 ups, and so on, or ups alone;
+    // experts' are consecutive.
+    Linear qkv, out, gate_up, down;
     const float *input_norm, *after_attention, *mlp_norm, *after_mlp;  // [hidden up to 32] or null
     const float *q_norm, *k_norm, *v_norm;                             // [head_dim] (or all heads') or null
     const float* sinks;                                                // [heads]: a score that each query sees beside its keys, and that has no value; or null
@@ -51,7 +53,7 @@ struct Layer {
     const float* shared_gate;            // [hidden up to 32]: the sigmoid of its product with a token is the factor of that expert; null: 1
     const float* choice_bias;            // [experts]: added to sigmoids where experts are chosen by them, or null
     int32_t sigmoid;                     // whether an expert's weight is the sigmoid of its score, and not a part of a softmax
-    float chosen_scale;                  // factor of these weights
+    float chosen_scale, chosen_least;    // factor of these weights; what is added to the sum of sigmoids before it divides them
     Linear per_layer_gate, per_layer_out;  // products around the embedding of the layer's own; no outputs: there is none
     const float* after_per_layer;          // the norm of what that adds: [hidden up to 32]
     float scale_behind;                    // factor of the residual stream behind the layer
@@ -62,7 +64,7 @@ struct LowRank {
     int64_t rank;
 };
 constexpr int PLACES = 8;
-enum Activation : int32_t { SILU, GELU_TANH, CLAMPED };
+enum Activation : int32_t { SILU, GELU_TANH, CLAMPED, SQUARED };  // SQUARED: of what is positive of up, which has no gate
 struct Model {
     int32_t layers, hidden, heads, inter, vocabulary, activation, mixtures;  // inter: the widest dense layer's
     int32_t neighbours;          // whether positions turn neighbours in a head, and not those of its two halves

@@ -138,7 +138,7 @@ struct Dense : State {
         });
     }
 
-    // act(gate) * up: a panel holds sixteen of each.
+    // act(gate) * up, of which a panel holds sixteen each, or the squares of 32 ups.
     void gate(const Pass& p, int index, const Linear& w) {
         shrink(p, index, 2, w, h);
         each_panel(p.tokens_count, w.k, up(w.n), [=, &p, &w](int panel, int next, int block, int rows) {
@@ -147,11 +147,18 @@ struct Dense : State {
             for (int b = 0; b < up(rows); b++) {
                 float* c = sums + b * AREA;
                 finish(p, index, 2, w, panel, block + b, c);
-                taken* to = act.block(block + b, panel / 2) + panel % 2 * 16;
-                for (int r = 0; r < std::min(SIDE, rows - b * SIDE); r++)
-                    write(to + r * SIDE, gated(load(c + r * SIDE), load(c + r * SIDE + 16)));
+                activate(act, block + b, panel, c, std::min(SIDE, rows - b * SIDE));
             }
         });
+    }
+
+    // What rows of a panel of the first product become in the inputs of the second.
+    void activate(const Blocks<taken>& into, int b, int panel, const float* c, int rows) const {
+        const auto squared = [](f16x v) { return select(v < 0.f, f16x{}, v * v); };
+        taken* to = m.activation == SQUARED ? into.block(b, panel) : into.block(b, panel / 2) + panel % 2 * 16;
+        for (int r = 0; r < rows; r++, c += SIDE, to += SIDE)
+            if (m.activation == SQUARED) write(to, squared(load(c))), write(to + 16, squared(load(c + 16)));
+            else write(to, gated(load(c), load(c + 16)));
     }
 
     f16x gated(f16x gate, f16x up) const { return m.activation == CLAMPED ? m.clamped(gate, up) : activated(gate, m.activation == GELU_TANH) * up; }
