@@ -1,4 +1,4 @@
-"""The taskset of verifiers.toml: sums of two digits, with a second attempt. It is written for verifiers 0.4, and knows nothing of headrace."""
+"""The taskset of verifiers.toml: sums of two numbers of one digit, with a second attempt. It is written for verifiers 0.4, and knows nothing of headrace."""
 
 import itertools
 
