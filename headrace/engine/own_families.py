@@ -200,9 +200,9 @@ class Factors:
     """Factors of a product, which are no part of its weights."""
 
     into: float = 1.0
-    """Of its inputs."""
+    """The factor of its inputs."""
     rows: tuple[float, ...] = (1.0,)
-    """Of the outputs of each of its parts, biases included."""
+    """Factors of the outputs of each of its parts, biases included."""
 
 
 def _one(of: Any) -> float:
@@ -295,11 +295,11 @@ class OwnFamily:
     sure: bool = True
     """Whether a decoder of ours serves all models of the family wherever it runs."""
 
-    def attends(self, config: Any, layer: int) -> bool:
-        """Returns whether a layer has attention."""
-        if self.recurrence(config, layer) is not None:
+    def attends(self, of: Any, layer: int) -> bool:
+        """Returns whether a layer has attention. `of`: a config of transformers."""
+        if self.recurrence(of, layer) is not None:
             return self.beside
-        return self.attention(config, layer) and not self.convolves(config, layer)
+        return self.attention(of, layer) and not self.convolves(of, layer)
 
 
 BEHIND = Names(
