@@ -64,12 +64,21 @@ TYPES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 1, 1, 0] * 2},
     "granite": {"residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "attention_multiplier": 0.0208},
     "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "conv", "full_attention"] * 2 + ["conv", "full_attention"]},
+    "lfm3": {"sliding_window": 64, "layer_types": ["conv", "conv", "full_attention", "conv", "sliding_attention", "conv", "full_attention", "conv"]},
     "lfm2_moe": {**EXPERTS, "num_experts": 8, "num_dense_layers": 2, "layer_types": ["conv", "conv", "conv", "full_attention"] * 2},
     "qwen3_5_text": {**LINEAR, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
     "qwen3_next": {**EXPERTS, **LINEAR, "num_experts": 8, "shared_expert_intermediate_size": 256, "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 2},
     "granitemoehybrid": {
         "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256, "shared_intermediate_size": 512, "mamba_n_heads": 16, "mamba_d_head": 48,
         "mamba_d_state": 64, "layer_types": (["mamba"] * 3 + ["attention"]) * 2, "residual_multiplier": 0.22, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 768, "mamba_n_heads": 16, "mamba_d_head": 48, "mamba_d_state": 64, "num_hidden_layers": 6, "mamba_rms_norm": True, "key_multiplier": 0.4,
+        "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.35], "mlp_multipliers": [0.9, 0.3], "attention_out_multiplier": 0.9, "ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24,
+    },
+    "nemotron_h": {
+        **EXPERTS, "layers_block_type": ["linear_attention", "moe", "linear_attention", "mlp", "full_attention", "moe"] * 2, "mamba_num_heads": 16, "mamba_head_dim": 48,
+        "n_groups": 2, "ssm_state_size": 64, "n_routed_experts": 8, "moe_shared_expert_intermediate_size": 512, "rescale_prenorm_residual": False,
     },
     "mamba2": {"num_heads": 16, "head_dim": 48, "n_groups": 1, "state_size": 64, "expand": 2},
 }  # fmt: skip

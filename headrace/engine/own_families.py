@@ -30,9 +30,13 @@ class Names:
     behind_mlp: str = ""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    head_gate: str = "self_attn.g_proj"
+    """A product with one output for each head, whose sigmoid is the factor of what the head gives."""
     sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
+    experts_in: str = "gate_up_proj"
+    """The stacked first matrix of experts, within them."""
     choice_bias: str = "mlp.expert_bias"
     """A buffer with what is added to the weights of experts where these are chosen, and not where they serve."""
     shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
@@ -63,6 +67,7 @@ class Names:
     per_layer_norm: str = "model.per_layer_projection_norm"
     scale_behind: str = "layer_scalar"
     """A buffer with the factor of the residual stream behind a layer."""
+    embed: str = "model.embed_tokens"
     norm: str = "model.norm"
     rotary: str = "rotary_emb"
     """The module of the inner model that knows the angles of positions."""
@@ -82,6 +87,8 @@ class Routing:
     """Whether each expert's weight is the sigmoid of its score, and experts are chosen by it plus a bias (`Names.choice_bias`). Only the C++ kernels do so."""
     scale: float = 1.0
     """The factor of sigmoids, after they were made to add up to one."""
+    least: float = 1e-6
+    """Added to the sum of sigmoids before they are divided by it."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,7 @@ class Recurrence:
 
     @property
     def normed(self) -> int:
-        """Weights of the norm of what is read."""
+        """Weights of the norm of what is read; 0: there is none."""
         raise NotImplementedError
 
 
@@ -160,15 +167,24 @@ class StateSpace(Recurrence):
 
     steps: tuple[float, float] = (0.0, math.inf)
     """Bounds of a step."""
+    gate_last: bool = False
+    """Whether it is normed before its gate."""
+    plain: bool = False
+    """Whether it has no norm."""
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of gates, values, keys, queries and steps."""
+        return self.values, self.values, self.keys, self.keys, self.value_heads
 
     @property
     def rows(self) -> tuple[int, ...]:
         """The gates, values, keys, queries and steps, which are one part."""
-        return (self.values + self.convolved + self.value_heads,)
+        return (sum(self.parts),)
 
     @property
     def normed(self) -> int:
-        return self.values
+        return 0 if self.plain else self.values
 
 
 @dataclass(frozen=True)
@@ -177,6 +193,16 @@ class QueryGrowth:
 
     beta: float
     length: int
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factors of a product, which are no part of its weights."""
+
+    into: float = 1.0
+    """The factor of its inputs."""
+    rows: tuple[float, ...] = (1.0,)
+    """Factors of the outputs of each of its parts, biases included."""
 
 
 def _one(of: Any) -> float:
@@ -211,6 +237,10 @@ def _no_experts(of: Any) -> Routing | None:
     return None
 
 
+def _no_factors(of: Any) -> Mapping[str, Factors]:
+    return {}
+
+
 def _no_recurrence(of: Any, layer: int) -> Recurrence | None:
     return None
 
@@ -239,12 +269,20 @@ class OwnFamily:
     routing: Callable[[Any], Routing | None] = _no_experts
     grows: Callable[[Any], QueryGrowth | None] = _no_growth
     clamp: Callable[[Any], Clamp | None] = _no_clamp
+    ungated: bool = False
+    """Whether a feed-forward part has no gate beside up. Only the C++ kernels have such parts."""
     activation: str = ""
     """Activation of the feed-forward part, where a config does not name it."""
+    attention: Callable[[Any, int], bool] = _always
+    """Whether a layer without convolution and recurrence attends. One that does not is a feed-forward part alone."""
     convolves: Callable[[Any, int], bool] = _never
     """Whether a layer has a gated short convolution (LFM2) in the place of attention. Only the C++ kernels have it."""
     recurrence: Callable[[Any, int], Recurrence | None] = _no_recurrence
     """The recurrence that a layer has in the place of attention. Only the C++ kernels have it."""
+    beside: bool = False
+    """Whether layers with a recurrence attend too, and what both give is added."""
+    factors: Callable[[Any], Mapping[str, Factors]] = _no_factors
+    """Factors of products (`weight_places.products`). Only the C++ kernels have them."""
     gated: bool = False
     """Whether what attention gives is multiplied by the sigmoids of gates, which follow each head's queries in the rows of their product. Only the C++
     kernels do so."""
@@ -256,6 +294,12 @@ class OwnFamily:
     """Empty, or what a config asks for and no decoder of ours has, a whole clause."""
     sure: bool = True
     """Whether a decoder of ours serves all models of the family wherever it runs."""
+
+    def attends(self, of: Any, layer: int) -> bool:
+        """Returns whether a layer has attention. `of`: a config of transformers."""
+        if self.recurrence(of, layer) is not None:
+            return self.beside
+        return self.attention(of, layer) and not self.convolves(of, layer)
 
 
 BEHIND = Names(
@@ -275,6 +319,14 @@ LFM2 = Names(
     q_norm="self_attn.q_layernorm",
     k_norm="self_attn.k_layernorm",
     norm="model.embedding_norm",
+)
+LFM3 = replace(
+    LFM2,
+    out="self_attn.o_proj",
+    behind_attention="post_operator_norm",
+    behind_mlp="post_ffn_norm",
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
 )
 GATE_UP = Names(gate_up=("mlp.gate_up_proj",))
 GLM4 = replace(GATE_UP, behind_attention="post_self_attn_layernorm", behind_mlp="post_mlp_layernorm")
@@ -354,6 +406,68 @@ def _mamba2(of: Any, layer: int) -> StateSpace | None:
     )
 
 
+def _falcon_h1(of: Any, layer: int) -> StateSpace:
+    return StateSpace(
+        key_heads=of.mamba_n_groups,
+        value_heads=of.mamba_n_heads,
+        key_width=of.mamba_d_state,
+        value_width=of.mamba_d_head,
+        kernel=of.mamba_d_conv,
+        steps=of.time_step_limit or (0.0, math.inf),
+        gate_last=bool(of.mamba_norm_before_gate and of.mamba_rms_norm),
+        plain=not of.mamba_rms_norm,
+    )
+
+
+def _falcon_h1_factors(of: Any) -> Mapping[str, Factors]:
+    gate, down = of.mlp_multipliers
+    return {
+        "qkv": Factors(of.attention_in_multiplier, (1.0, of.key_multiplier, 1.0)),
+        "out": Factors(rows=(of.attention_out_multiplier,)),
+        "into_recurrence": Factors(of.ssm_in_multiplier, tuple(of.ssm_multipliers)),
+        "out_of_recurrence": Factors(rows=(of.ssm_out_multiplier,)),
+        "gate_up": Factors(rows=(gate, 1.0)),
+        "down": Factors(rows=(down,)),
+    }
+
+
+def _nemotron_h(of: Any, layer: int) -> StateSpace | None:
+    """Steps have a least size in transformers, and no bound that its config names (`NemotronHMamba2Mixer.time_step_limit`)."""
+    if of.layers_block_type[layer] != "linear_attention":
+        return None
+    return StateSpace(
+        key_heads=of.n_groups,
+        value_heads=of.mamba_num_heads,
+        key_width=of.ssm_state_size,
+        value_width=of.mamba_head_dim,
+        kernel=of.conv_kernel,
+        steps=(of.time_step_min, math.inf),
+    )
+
+
+def _nemotron_h_routing(of: Any) -> Routing | None:
+    if "moe" not in of.layers_block_type:
+        return None
+    return Routing(
+        experts=of.n_routed_experts,
+        chosen=of.num_experts_per_tok,
+        normalise=of.norm_topk_prob,
+        sigmoid=True,
+        scale=of.routed_scaling_factor,
+        least=1e-20,
+    )
+
+
+def _nemotron_h_lacks(of: Any) -> str:
+    if of.mamba_hidden_act != "silu":
+        return f"its recurrences have the activation {of.mamba_hidden_act} (mamba_hidden_act), and ours is silu"
+    if "moe" in of.layers_block_type and of.n_group > 1:
+        return "its experts are chosen within groups of them (n_group)"
+    if "moe" in of.layers_block_type and of.moe_latent_size is not None:
+        return "its experts work on a latent vector (moe_latent_size)"
+    return ""
+
+
 def _qwen3_5_moe(of: Any) -> Routing:
     return Routing(experts=of.num_experts, chosen=of.num_experts_per_tok, normalise=True)
 
@@ -377,6 +491,32 @@ MAMBA = Names(
     step_bias="mamba.dt_bias",
     skip="mamba.D",
 )
+
+
+NEMOTRON_H = Names(
+    embed="model.embeddings",
+    qkv=("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),
+    out="mixer.o_proj",
+    gate_up=("mixer.up_proj",),
+    down="mixer.down_proj",
+    before_attention="norm",
+    before_mlp="norm",
+    router="mixer.gate",
+    experts="mixer.experts",
+    experts_in="up_proj",
+    choice_bias="mixer.gate.e_score_correction_bias",
+    shared_gate_up=("mixer.shared_experts.up_proj",),
+    shared_down="mixer.shared_experts.down_proj",
+    into_recurrence=("mixer.in_proj",),
+    out_of_recurrence="mixer.out_proj",
+    recurrence_convolution="mixer.conv1d",
+    recurrence_norm="mixer.norm",
+    decay="mixer.A_log",
+    step_bias="mixer.dt_bias",
+    skip="mixer.D",
+    norm="model.norm_f",
+)
+"""A layer is one part of a kind of its own, under one norm."""
 
 
 def _gemma4_lacks(of: Any) -> str:
@@ -458,6 +598,31 @@ FAMILIES: Mapping[str, OwnFamily] = {
         recurrence=_mamba2,
         sure=False,
     ),
+    "falcon_h1": OwnFamily(
+        names=replace(
+            MAMBA,
+            gate_up=("feed_forward.gate_proj", "feed_forward.up_proj"),
+            down="feed_forward.down_proj",
+            before_mlp="pre_ff_layernorm",
+            norm="model.final_layernorm",
+        ),
+        embed_scale=lambda config: config.embedding_multiplier,
+        logit_scale=lambda config: config.lm_head_multiplier,
+        recurrence=_falcon_h1,
+        beside=True,
+        factors=_falcon_h1_factors,
+        sure=False,
+    ),
+    "nemotron_h": OwnFamily(
+        names=NEMOTRON_H,
+        turned=_never,
+        ungated=True,
+        attention=lambda config, layer: config.layers_block_type[layer] == "full_attention",
+        recurrence=_nemotron_h,
+        routing=_nemotron_h_routing,
+        lacks=_nemotron_h_lacks,
+        sure=False,
+    ),
     "hyperclovax": replace(
         GRANITE,
         names=Names(behind_attention="post_norm1", behind_mlp="post_norm2"),
@@ -465,6 +630,7 @@ FAMILIES: Mapping[str, OwnFamily] = {
     ),
     "phi3": OwnFamily(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",)), sure=False),
     "lfm2": CONVOLVING,
+    "lfm3": replace(CONVOLVING, names=LFM3),
     "lfm2_moe": replace(
         CONVOLVING,
         names=replace(

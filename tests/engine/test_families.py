@@ -19,10 +19,11 @@ from headrace.core.errors import ConfigError
 from headrace.engine.native.forward_pass import BLOCK
 from headrace.engine.native.runners.attention import PagedCache
 from headrace.engine.native.runners.decoder import FusedRunner
-from headrace.engine.native.runners.families import expected_shapes, read_spec, read_weights, serves
+from headrace.engine.native.runners.families import read_spec, serves
 from headrace.engine.native.runners.hugging_face import HuggingFaceRunner
 from headrace.engine.native.runners.paged import cut, fill_up, require_exact
 from headrace.engine.native.runners.skeleton import parameters_from_dir, read
+from headrace.engine.native.runners.weight_places import expected_shapes, read_weights
 from headrace.models.resolve import resolve_model
 from support.few import few
 from support.padded_model import Padded
@@ -135,7 +136,11 @@ def test_a_spec_knows_every_parameter_of_its_model(name):
         *((name, {}) for name in OTHERS),
         ("olmoe", {"clip_qkv": 8.0}),
         ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"hidden_act": "relu2"}),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}),
         ("starcoder2", {}),
+        ("nemotron_h", {"n_group": 2, "topk_group": 1}),
+        ("nemotron_h", {"moe_latent_size": 16}),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16}),
     ],
 )

@@ -54,6 +54,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "full_attention", "conv"],
     },
+    "lfm3": {
+        "hidden_size": 80,
+        "head_dim": 48,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+        "attention_bias": True,
+    },
     "gpt_oss": {"hidden_size": 96, "head_dim": 32, "num_local_experts": 5},
     "qwen3_5_text": {
         "head_dim": 32,
@@ -82,6 +91,49 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2,
         "mamba_conv_bias": False,
         "attention_bias": True,
+    },
+    "falcon_h1": {
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "mamba_d_ssm": 192,
+        "mamba_n_groups": 2,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "falcon_h1-gate-first": {
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "mamba_conv_bias": False,
+    },
+    "falcon_h1-plain": {
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "time_step_limit": (0.3, 1.5),
+    },
+    "nemotron_h": {
+        "hidden_size": 96,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 48,
+        "time_step_min": 0.3,
+        "mlp_bias": True,
+        "use_bias": True,
+        "attention_bias": True,
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 80,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+    },
+    "nemotron_h-dense": {
+        "layers_block_type": ["mlp", "linear_attention", "mlp", "full_attention", "linear_attention"],
+        "use_conv_bias": False,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
     },
     "gemma4_text": {
         "head_dim": 48,
@@ -283,7 +335,7 @@ def test_blocks_that_sequences_share_are_read_together_to_the_same_effect(name, 
             assert torch.equal(row, whole[len(prompt) + step])
 
 
-@pytest.mark.parametrize("name", few(["lfm2", "qwen3", "gemma4_text"], keep=1))
+@pytest.mark.parametrize("name", few(["lfm2", "lfm3", "qwen3", "gemma4_text"], keep=1))
 @pytest.mark.parametrize("cut", [BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK])
 def test_a_sequence_goes_on_from_any_place_of_another_that_has_gone_further(name, cut):
     """The last block holds more than the fork has of it."""
@@ -328,9 +380,12 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
         ("mixtral", torch.float32),
         ("phi3", BF16),
         ("lfm2", BF16),
+        ("lfm3", torch.float32),
         ("gpt_oss", torch.float32),
         ("qwen3_next", torch.float32),
         ("granite4-hybrid", torch.float32),
+        ("falcon_h1", torch.float32),
+        ("nemotron_h", torch.float32),
         ("gemma4_text", torch.float32),
         pytest.param("cohere2", BF16, marks=pytest.mark.slow),
     ],

@@ -196,7 +196,10 @@ KERNELS = pytest.mark.skipif(binding.library() is None, reason="the kernels serv
         "gemma3_text",
         "gpt_oss",
         pytest.param("lfm2", marks=KERNELS),
+        pytest.param("lfm3", marks=KERNELS),
         pytest.param("qwen3_5_text", marks=KERNELS),
+        pytest.param("falcon_h1", marks=KERNELS),
+        pytest.param("nemotron_h", marks=KERNELS),
         pytest.param("gemma4_text", marks=KERNELS),
     ],
 )

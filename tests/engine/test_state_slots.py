@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -24,7 +26,7 @@ from support.native_calls import prompts as texts
 from support.tiny_models import RunnerDriver, Stretch, parameters, prompts, skeleton
 
 __all__ = ["saved"]
-NAMES = ["qwen3_5_text", "granite4-hybrid"]
+NAMES = ["qwen3_5_text", "granite4-hybrid", "falcon_h1", "nemotron_h"]
 TOLERANCE = 3e-5
 """Of a delta rule transformers itself is as far from sums in float64: what a state says may be small before it is normalised."""
 
@@ -220,10 +222,7 @@ def test_forks_go_on_from_a_copy_where_their_source_is_and_compute_again_from_th
 @native
 @pytest.mark.parametrize(
     ("name", "swap"),
-    few(
-        [pytest.param(NAMES[i], swap) for i, swap in ((0, "keep"), (0, "recompute"), (1, "recompute"), (1, "keep"))],
-        keep=2,
-    ),
+    few([pytest.param(name, swap) for name in NAMES for swap in ("keep", "recompute")], keep=2),
 )
 def test_a_swap_in_the_middle_of_a_completion_keeps_or_recomputes_its_state(name, swap, saved):
     old, new = saved(name), saved(name, 1)
@@ -309,7 +308,20 @@ def test_a_rehearsal_counts_what_the_engine_holds_of_a_sequence(name, saved):
     runner = KernelRunner(skeleton(name), 96, dtype=torch.float32, device=torch.device("cpu"))
     shape, spec = read_shape(saved(name)), runner.spec
     assert shape.state == runner.state_nbytes > 0
-    assert shape.cached == 2 * spec.kv_heads * spec.head_dim, "keys and values of the one layer that attends"
+    attending = sum(layer.attends for layer in spec.layers)
+    assert shape.cached == attending * 2 * spec.kv_heads * spec.head_dim and attending == (
+        2 if name == "falcon_h1" else 1
+    )
+
+
+def test_a_rehearsal_reads_kinds_of_layers_that_are_letters(saved, tmp_path):
+    """As checkpoints of Nemotron-H have them."""
+    directory = shutil.copytree(saved("nemotron_h"), tmp_path / "lettered")
+    config = json.loads((directory / "config.json").read_text())
+    (kinds,) = {name for name in ("layer_types", "layers_block_type") if config.pop(name, None)}
+    (directory / "config.json").write_text(json.dumps({**config, "hybrid_override_pattern": "ME*-"}))
+    lettered, listed = read_shape(directory), read_shape(saved("nemotron_h"))
+    assert lettered == listed and listed.layers == 4, kinds
 
 
 @native

@@ -184,6 +184,24 @@ DEEP = {
     "granite-scaled": ("granite", {"logits_scaling": 8.0}),
 }
 """Layers enough for the stages of a pipeline, and logits that are more than a product."""
+FALCON_H1 = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "mamba_d_ssm": 64,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_rms_norm": True,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.7,
+    "attention_in_multiplier": 0.8,
+    "key_multiplier": 0.6,
+    "attention_out_multiplier": 1.3,
+    "ssm_in_multiplier": 1.2,
+    "ssm_multipliers": [0.9, 0.8, 1.1, 0.7, 1.3],
+    "ssm_out_multiplier": 0.6,
+    "mlp_multipliers": [0.7, 1.4],
+}
 CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "lfm2",
@@ -193,6 +211,16 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention"],
             "block_auto_adjust_ff_dim": False,
             "conv_bias": True,
+        },
+    ),
+    "lfm3": (
+        "lfm3",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "conv_bias": True,
+            "layer_types": ["conv", "full_attention", "sliding_attention"],
+            "sliding_window": 9,
         },
     ),
     "qwen3_5_text": (
@@ -229,6 +257,30 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 4,
             "mamba_d_state": 16,
             "attn_layer_indices": [1],
+        },
+    ),
+    "nemotron_h-dense": (
+        "nemotron_h",
+        {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16},
+    ),
+    "falcon_h1": ("falcon_h1", FALCON_H1),
+    "falcon_h1-gate-first": ("falcon_h1", {**FALCON_H1, "mamba_norm_before_gate": False}),
+    "falcon_h1-plain": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": False}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
         },
     ),
     "gemma4_text": (

@@ -90,13 +90,16 @@ def read_shape(directory: Path) -> ModelShape:
     text: dict[str, Any] = {**config, **(config.get("text_config") or {})}
     hidden = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head")
-    layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
+    kinds = _kinds(text)
+    layers = _number(text, "num_hidden_layers", "n_layer", "num_layers") or len(kinds)
     kv_heads = _number(text, "num_key_value_heads") or heads
     head = _number(text, "head_dim") or (hidden // heads if heads else 0)
-    kinds = list(text.get("layer_types") or ())
     convolving, recurrent = kinds.count("conv"), kinds.count("linear_attention") + kinds.count("mamba")
     if text.get("model_type") == "bamba":
         recurrent = layers - len(text.get("attn_layer_indices") or ())
+    attending = layers - convolving - recurrent - kinds.count("mlp") - kinds.count("moe")
+    if text.get("model_type") == "falcon_h1":  # each layer has both
+        recurrent = attending = layers
     stored = {name: tensor for path in weight_files(directory) for name, tensor in read_header(path).items()}
     parameters = sum(tensor.elements for tensor in stored.values()) or _from_pickles(directory)
     inner = _number(text, "moe_intermediate_size") * _number(text, "num_experts_per_tok")
@@ -108,12 +111,19 @@ def read_shape(directory: Path) -> ModelShape:
         inner=inner or _number(text, "intermediate_size", "n_inner") or 4 * hidden,
         experts=_number(text, "num_experts", "num_local_experts", "n_routed_experts"),
         chosen=_number(text, "num_experts_per_tok"),
-        cached=_keys_and_values(text, layers - convolving - recurrent, kv_heads * head) + convolving * hidden,
+        cached=_keys_and_values(text, attending, kv_heads * head) + convolving * hidden,
         state=4 * recurrent * _recurrent_state(text),
         positions=_number(text, "max_position_embeddings", "n_positions"),
         steady=_steady(text),
         vocabulary=_number(text, "vocab_size"),
     )
+
+
+def _kinds(text: Mapping[str, Any]) -> list[str]:
+    """Returns the kinds of layers. Nemotron-H lists them by a name of its own, or as a letter each."""
+    letters = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    pattern = [letters.get(letter, letter) for letter in text.get("hybrid_override_pattern") or ""]
+    return list(text.get("layer_types") or text.get("layers_block_type") or pattern)
 
 
 def _keys_and_values(text: Mapping[str, Any], layers: int, usual: int) -> int:
@@ -139,10 +149,14 @@ def _recurrent_state(text: Mapping[str, Any]) -> int:
     values."""
     keys = _number(text, "linear_num_key_heads") * (width := _number(text, "linear_key_head_dim"))
     values = _number(text, "linear_num_value_heads") * _number(text, "linear_value_head_dim")
-    if _number(text, "mamba_n_heads"):
-        keys = _number(text, "mamba_n_groups") * (width := _number(text, "mamba_d_state"))
-        values = _number(text, "mamba_expand") * _number(text, "hidden_size")
-    return max(0, _number(text, "linear_conv_kernel_dim", "mamba_d_conv") - 1) * (2 * keys + values) + width * values
+    if heads := _number(text, "mamba_n_heads", "mamba_num_heads"):
+        keys = _number(text, "mamba_n_groups", "n_groups") * (width := _number(text, "mamba_d_state", "ssm_state_size"))
+        values = _number(text, "mamba_d_ssm") or heads * _number(text, "mamba_head_dim")
+        values = values or _number(text, "mamba_expand") * _number(text, "hidden_size")
+    return (
+        max(0, _number(text, "linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel") - 1) * (2 * keys + values)
+        + width * values
+    )
 
 
 def _from_pickles(directory: Path) -> int:

@@ -36,7 +36,7 @@ class Linear(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "bias")),
         *((name, c_int32) for name in ("n", "k")),
-        *((name, c_void_p) for name in ("codes", "scales")),
+        *((name, c_void_p) for name in ("codes", "scales", "factors")),
     ]
 
 
@@ -66,16 +66,20 @@ class LayerStruct(Structure):
         *((name, c_void_p) for name in ("convolution", "convolution_bias")),
         *((name, c_int32) for name in ("kernel", "place")),
         *((name, c_void_p) for name in ("decay", "step_bias", "result_norm", "skip")),
-        *((name, c_int32) for name in ("key_heads", "value_heads", "key_width", "value_width", "corrects")),
+        *(
+            (name, c_int32)
+            for name in ("key_heads", "value_heads", "key_width", "value_width", "corrects", "gate_last")
+        ),
         *((name, c_float) for name in ("shortest_step", "longest_step")),
-        ("gated", c_int32),
+        *((name, c_int32) for name in ("gated", "head_gated")),
         *((name, Linear) for name in ("shared_gate_up", "shared_down")),
         *((name, c_void_p) for name in ("shared_gate", "choice_bias")),
         ("sigmoid", c_int32),
-        ("chosen_scale", c_float),
+        *((name, c_float) for name in ("chosen_scale", "chosen_least")),
         *((name, Linear) for name in ("per_layer_gate", "per_layer_out")),
         ("after_per_layer", c_void_p),
         ("scale_behind", c_float),
+        *((name, Linear) for name in ("into_recurrence", "out_of_recurrence")),
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,20 @@ from headrace.engine.native.kernels import binding
 from headrace.engine.native.kernels.drawing import LogitRows
 from headrace.engine.native.runners import skeleton
 from headrace.engine.native.runners.adapter_tensors import read_adapter
-from headrace.engine.native.runners.families import (
+from headrace.engine.native.runners.families import query_factors, read_spec, rotary_tables
+from headrace.engine.native.runners.families import refusal as family_refusal
+from headrace.engine.native.runners.layers import PARTS, Pair
+from headrace.engine.native.runners.skeleton import Skeleton
+from headrace.engine.native.runners.weight_places import (
+    Dense,
     Experts,
     LayerSpec,
     LayerWeights,
     RecurrenceWeights,
     Spec,
     Tensors,
-    query_factors,
-    read_spec,
     read_weights,
-    rotary_tables,
 )
-from headrace.engine.native.runners.families import refusal as family_refusal
-from headrace.engine.native.runners.layers import PARTS, Pair
-from headrace.engine.native.runners.skeleton import Skeleton
 from headrace.engine.native.sampler import score
 from headrace.engine.own_families import DeltaRule, Recurrence, StateSpace
 from headrace.native.arithmetic import arithmetic
@@ -56,8 +55,8 @@ ARENA = 32 * 2**20
 """Numbers taken from the system at once."""
 
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped")
-"""Gated activations, in the order of `Activation` of `src/decoder.h`."""
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped", "squared")
+"""Activations, in the order of `Activation` of `src/decoder.h`."""
 
 
 INT8_LEVELS = 127
@@ -95,11 +94,19 @@ class Packer:
         return self._room(tensor.numel(), self._dtype).view(tensor.shape).copy_(tensor)
 
     def linear(
-        self, weights: tuple[torch.Tensor, torch.Tensor | None], order: np.ndarray | None = None
+        self,
+        weights: tuple[torch.Tensor, torch.Tensor | None],
+        order: np.ndarray | None = None,
+        factors: torch.Tensor | None = None,
     ) -> binding.Linear:
-        """`order`: which row of the weight becomes which output, one of them perhaps several; -1 leaves an output zero."""
+        """`order`: which row of the weight becomes which output, one of them perhaps several; -1 leaves an output zero. `factors` [out] of the rows' products,
+        their biases aside."""
         weight, bias = weights
-        return self.experts(weight[None], None if bias is None else bias[None], order)
+        packed = self.experts(weight[None], None if bias is None else bias[None], order)
+        packed.factors = self.wide(
+            factors if factors is None or order is None else factors[torch.from_numpy(order).long()]
+        )
+        return packed
 
     def experts(
         self, stack: torch.Tensor, biases: torch.Tensor | None = None, order: np.ndarray | None = None
@@ -147,7 +154,7 @@ class Packer:
 
 WIDEST_HEAD, MOST_EXPERTS, LONGEST_CONVOLUTION = 512, 1024, 16
 """Sizes of stack buffers of the C++ side."""
-PLACES = (*PARTS, "per_layer_gate", "per_layer_out")
+PLACES = (*PARTS, "per_layer_gate", "per_layer_out", "into_recurrence", "out_of_recurrence")
 """Products of a layer that adapters may change, in the order of the C++ side."""
 DTYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 """Weights and cache can be stored in, each by a library of its own."""
@@ -171,7 +178,7 @@ def refusal(skeleton: Skeleton, dtype: torch.dtype, device: torch.device) -> str
     for found in {layer.recurrence for layer in spec.layers if layer.recurrence}:
         if odd := [width for width in (found.key_width, found.value_width) if width % 16]:
             named = (
-                "mamba_d_state, mamba_d_head"
+                "mamba_d_state, mamba_d_head; ssm_state_size, mamba_head_dim"
                 if isinstance(found, StateSpace)
                 else "linear_key_head_dim, linear_value_head_dim"
             )
@@ -199,7 +206,7 @@ class Packed:
 @dataclass(frozen=True)
 class PackedAdapter:
     low_rank: Any
-    """[(layers + 1) * 6] in the order of `PLACES`."""
+    """[layers + 1, places] in the order of `PLACES`."""
     keep: Packer
 
 
@@ -339,18 +346,19 @@ class KernelRunner:
         packer = Packer(self._library, self.dtype, self._levels)
         layers = (binding.LayerStruct * len(spec.layers))()
         for index, (into, layer, part) in enumerate(zip(layers, spec.layers, weights.layers, strict=True)):
-            _fill(into, layer, part, packer, _order(spec, layer))
+            _fill(into, layer, part, packer, _orders(spec, layer))
             into.place = sum(_kind(before) == _kind(layer) for before in spec.layers[:index])
-            into.gated, into.turned = spec.gated, 2 * self._tables[layer.rotary][0].shape[1]
-            into.rotary, into.whole_norm = sorted(self._tables).index(layer.rotary), spec.qk_norm == "projection"
-            into.cached = self._cached(index) if layer.attends else 0
+            into.gated, into.head_gated, into.whole_norm = spec.gated, spec.head_gated, spec.qk_norm == "projection"
+            if layer.attends:
+                into.turned = 2 * self._tables[layer.rotary][0].shape[1]
+                into.rotary, into.cached = sorted(self._tables).index(layer.rotary), self._cached(index)
             if spec.values_normed and layer.borrows is None:
                 into.v_norm = packer.wide(torch.ones(layer.head_dim))
             if isinstance(part.mlp, Experts):
                 assert spec.routing is not None
                 routing = spec.routing
                 into.experts, into.chosen, into.normalise_chosen = routing.experts, routing.chosen, routing.normalise
-                into.sigmoid, into.chosen_scale = routing.sigmoid, routing.scale
+                into.sigmoid, into.chosen_scale, into.chosen_least = routing.sigmoid, routing.scale, routing.least
                 into.mixture = sum(before.experts for before in spec.layers[:index])
         embed, own = self._embedding(packer, weights.embed), weights.per_layer
         model = binding.ModelStruct(
@@ -412,7 +420,7 @@ class KernelRunner:
             low_rank[place] = binding.LowRank(a.packed, b.packed, len(pair.a))
 
         for index, (layer, shape) in enumerate(zip(adapter.layers, self.spec.layers, strict=True)):
-            orders = {"qkv": _order(self.spec, shape), "gate_up": gate_up_order(shape.dense)}
+            orders = _orders(self.spec, shape)
             for place, name in enumerate(PLACES):
                 if pair := layer.linears.get(name):
                     put(index * len(PLACES) + place, pair, orders.get(name))
@@ -517,17 +525,27 @@ def delta_order(delta: DeltaRule) -> np.ndarray:
 
 def state_space_order(space: StateSpace) -> np.ndarray:
     """Rows of gates, values, keys, queries and steps, so that queries come first, then keys, values, gates and steps."""
-    sizes = [space.values, space.values, space.keys, space.keys, space.value_heads]
-    gates, values, keys, queries, steps = np.split(np.arange(sum(sizes), dtype=np.int32), np.cumsum(sizes)[:-1])
+    rows = np.arange(sum(space.parts), dtype=np.int32)
+    gates, values, keys, queries, steps = np.split(rows, np.cumsum(space.parts)[:-1])
     return np.concatenate([queries, keys, values, gates, steps])
 
 
-def _order(spec: Spec, layer: LayerSpec) -> np.ndarray | None:
-    """Rows of a layer's first product as the kernels want them; None: as they are."""
+Orders = Mapping[str, np.ndarray | None]
+"""Rows of a layer's products as the kernels want them; None: as they are."""
+
+
+def _orders(spec: Spec, layer: LayerSpec) -> Orders:
+    orders = {"qkv": _attention_order(spec, layer)}
+    if spec.activation != "squared":
+        orders["gate_up"] = gate_up_order(layer.dense)
     if isinstance(layer.recurrence, StateSpace):
-        return state_space_order(layer.recurrence)
-    if isinstance(layer.recurrence, DeltaRule):
-        return delta_order(layer.recurrence) if layer.recurrence.by_key_head else None
+        orders["into_recurrence"] = state_space_order(layer.recurrence)
+    if isinstance(layer.recurrence, DeltaRule) and layer.recurrence.by_key_head:
+        orders["into_recurrence"] = delta_order(layer.recurrence)
+    return orders
+
+
+def _attention_order(spec: Spec, layer: LayerSpec) -> np.ndarray | None:
     if layer.same:  # the rows of keys are those of values, too
         rows = np.arange((spec.heads + layer.kv_heads) * layer.head_dim, dtype=np.int32)
         return np.concatenate([rows, rows[spec.heads * layer.head_dim :]])
@@ -543,23 +561,25 @@ def _kind(layer: LayerSpec) -> tuple[bool, bool]:
     return layer.kernel > 0, layer.recurrence is not None
 
 
-def _fill(
-    into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, packer: Packer, order: np.ndarray | None
-) -> None:
-    """`order`: the rows of the first product."""
-    mlp = weights.mlp
-    into.qkv, into.out = packer.linear(weights.qkv, order), packer.linear(weights.out)
+def _fill(into: binding.LayerStruct, spec: LayerSpec, weights: LayerWeights, packer: Packer, orders: Orders) -> None:
+    mlp, recurrence = weights.mlp, weights.recurrence
+    linears = {"qkv": weights.qkv, "out": weights.out}
+    if recurrence is not None:
+        linears |= {"into_recurrence": recurrence.into, "out_of_recurrence": recurrence.out}
+    if isinstance(mlp, Dense):
+        linears |= {"gate_up": mlp.gate_up, "down": mlp.down}
+    for name, linear in linears.items():
+        if linear is not None:
+            setattr(into, name, packer.linear(linear, orders.get(name), weights.factors.get(name)))
     if isinstance(mlp, Experts):
-        order = gate_up_order(spec.inner, mlp.alternating)
+        order = gate_up_order(spec.inner, mlp.alternating) if len(mlp.gate_up[0]) > spec.inner else None
         into.gate_up = packer.experts(mlp.gate_up, mlp.gate_up_bias, order)
         into.down = packer.experts(mlp.down, mlp.down_bias)
         into.router, into.router_bias = packer.wide(mlp.router), packer.wide(mlp.router_bias)
         into.choice_bias = packer.wide(mlp.choice_bias)
         if mlp.shared is not None:
-            into.shared_gate_up = packer.linear(mlp.shared.gate_up, gate_up_order(spec.shared))
+            into.shared_gate_up = packer.linear(mlp.shared.gate_up, orders.get("gate_up"))
             into.shared_down, into.shared_gate = packer.linear(mlp.shared.down), packer.wide(mlp.shared_gate)
-    else:
-        into.gate_up, into.down = packer.linear(mlp.gate_up, gate_up_order(spec.inner)), packer.linear(mlp.down)
     into.input_norm, into.mlp_norm = packer.wide(weights.attention_norm), packer.wide(weights.mlp_norm)
     into.after_attention, into.after_mlp = packer.wide(weights.attention_out_norm), packer.wide(weights.mlp_out_norm)
     into.q_norm, into.k_norm = packer.wide(weights.q_norm), packer.wide(weights.k_norm)
@@ -576,8 +596,8 @@ def _fill(
             packer.wide(weights.convolution.weight),
             packer.wide(weights.convolution.bias),
         )
-    if spec.recurrence and weights.recurrence:
-        _fill_recurrence(into, spec.recurrence, weights.recurrence, packer)
+    if spec.recurrence and recurrence:
+        _fill_recurrence(into, spec.recurrence, recurrence, packer)
 
 
 def _fill_recurrence(into: binding.LayerStruct, spec: Recurrence, weights: RecurrenceWeights, packer: Packer) -> None:
@@ -587,9 +607,9 @@ def _fill_recurrence(into: binding.LayerStruct, spec: Recurrence, weights: Recur
             torch.from_numpy(state_space_order(spec)[: spec.convolved]).long() - spec.values
         )  # gates are not convolved
         convolution, bias = convolution[:, order], bias if bias is None else bias[order]
-        into.shortest_step, into.longest_step = spec.steps
+        into.gate_last, (into.shortest_step, into.longest_step) = spec.gate_last, spec.steps
     else:
-        into.corrects, into.shortest_step, into.longest_step = 1, 0, math.inf
+        into.corrects, into.gate_last, into.shortest_step, into.longest_step = 1, 1, 0, math.inf
     into.kernel = spec.kernel
     into.convolution, into.convolution_bias = packer.wide(convolution), packer.wide(bias)
     into.decay, into.step_bias = packer.wide(weights.decay), packer.wide(weights.step_bias)

@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 
 from headrace.core.weights import AdapterSpec
-from headrace.engine.native.runners.families import LayerSpec, Spec, expert_shapes, linear_shapes, products
 from headrace.engine.native.runners.layers import Adapter, AdapterLayer, ExpertPair, Pair, Stack
 from headrace.engine.native.runners.skeleton import named_as_part
+from headrace.engine.native.runners.weight_places import LayerSpec, Spec, expert_shapes, linear_shapes, products
 
 Number = TypeVar("Number", int, float)
 
@@ -54,8 +54,8 @@ def read_adapter(
                 Stack(pair.b.to(device, dtype), False, exact),
                 len(pair.a),
             )
-            for name in ("gate_up", "down")
-            if (pair := mine.get(f"{base.names.experts}.{name}_proj"))
+            for name, stack in (("gate_up", base.names.experts_in), ("down", "down_proj"))
+            if (pair := mine.get(f"{base.names.experts}.{stack}"))
         }
         return AdapterLayer(linears, experts)
 
@@ -127,7 +127,7 @@ def _module(
     it wrapped first is called `base_layer`), but their sizes do."""
     plain = module.replace(".base_layer", "")
     if plain.endswith(".experts"):
-        for name in (f"{plain}.gate_up_proj", f"{plain}.down_proj"):
+        for name in (f"{plain}.gate_up_proj", f"{plain}.up_proj", f"{plain}.down_proj"):
             if name in shapes and shapes[name][1:] == (b.shape[0], a.shape[-1]):
                 return name
     elif plain in shapes:

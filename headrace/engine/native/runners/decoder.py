@@ -21,18 +21,7 @@ from headrace.core.weights import AdapterSpec
 from headrace.engine.native.forward_pass import ForwardInput, ForwardOutput
 from headrace.engine.native.runners.adapter_tensors import read_adapter
 from headrace.engine.native.runners.attention import Pass
-from headrace.engine.native.runners.families import (
-    Experts,
-    LayerSpec,
-    LayerWeights,
-    Linear,
-    Spec,
-    Tensors,
-    query_factors,
-    read_spec,
-    read_weights,
-    rotary_tables,
-)
+from headrace.engine.native.runners.families import query_factors, read_spec, rotary_tables
 from headrace.engine.native.runners.families import refusal as family_refusal
 from headrace.engine.native.runners.fp8 import Fp8, Fp8Matrix, Fp8Stack
 from headrace.engine.native.runners.graphs import Capture, Passed, PassGraphs, on_cuda
@@ -52,6 +41,15 @@ from headrace.engine.native.runners.layers import (
 from headrace.engine.native.runners.paged import EXACT_ROWS, TRIED, PagedRunner, in_pieces, require_exact
 from headrace.engine.native.runners.pages import Softmax
 from headrace.engine.native.runners.skeleton import Skeleton
+from headrace.engine.native.runners.weight_places import (
+    Experts,
+    LayerSpec,
+    LayerWeights,
+    Linear,
+    Spec,
+    Tensors,
+    read_weights,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,14 +99,16 @@ def refusal(skeleton: Skeleton) -> str:
         return "heads of several sizes are served by the C++ kernels alone"
     if spec.values_normed or spec.per_layer or any(layer.borrows is not None for layer in spec.layers):
         return "norms of values, shared keys and embeddings of single layers are computed by the C++ kernels alone"
-    if any(layer.recurrence for layer in spec.layers):
-        return "its recurrence is computed by the C++ kernels alone"
-    if spec.gated:
+    if any(layer.recurrence for layer in spec.layers) or spec.factors:
+        return "recurrences and factors of products are computed by the C++ kernels alone"
+    if spec.gated or spec.head_gated:
         return "gates of what attention gives are computed by the C++ kernels alone"
     if any(layer.shared for layer in spec.layers):
         return "experts that serve every token are computed by the C++ kernels alone"
     if spec.routing and spec.routing.sigmoid:
         return "experts that are chosen by sigmoids are served by the C++ kernels alone"
+    if spec.activation == "squared":
+        return "feed-forward parts without a gate are computed by the C++ kernels alone"
     convolves = any(layer.kernel for layer in spec.layers)
     return "its convolutions are computed by the C++ kernels alone" if convolves else ""
 
@@ -208,6 +208,7 @@ class FusedRunner(PagedRunner):
 
     def _layer(self, spec: LayerSpec, weights: LayerWeights) -> Layer:
         mlp = weights.mlp
+        assert weights.qkv is not None and weights.out is not None and mlp is not None, "all layers have both parts"
         mixture: tuple[Matrix, Matrix] | Mixture
         if isinstance(mlp, Experts):
             assert self.spec.routing is not None

@@ -17,9 +17,9 @@ from functools import cache
 
 import torch
 
-from headrace.engine.native.runners.families import Linear, Spec, expert_shapes, linear_shapes
 from headrace.engine.native.runners.layers import Matrix, Stack
 from headrace.engine.native.runners.paged import EXACT_ROWS, in_pieces
+from headrace.engine.native.runners.weight_places import Linear, Spec, expert_shapes, linear_shapes
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import linear
 
 from headrace.engine.native.forward_pass import ForwardInput
-from headrace.engine.native.runners.families import Experts, Linear
 from headrace.engine.native.runners.paged import EXACT_ROWS, in_pieces
+from headrace.engine.native.runners.weight_places import Experts, Linear
 from headrace.engine.own_families import Routing
 from headrace.native.cuda_ops import wide_logits
 

@@ -2,7 +2,8 @@
 //
 //   embed | norm  qkv  rotate+store  attend  out(+=)  norm  gate_up*act  down(+=) | ... | norm  head
 //
-// In a layer that convolves, or follows a recurrence, other phases stand in the place of those between qkv and out (convolution.h, recurrence.h).
+// In a layer that convolves, or follows a recurrence, other phases stand in the place of those between qkv and out (convolution.h, recurrence.h), or before
+// them.
 //
 // Each word is a phase: its items are distributed over the threads, and the next phase begins when all are done (team.h). The
 // functions below list all phases before the first begins. The residual stream is float32 and lies in the blocks of packing.h, so
@@ -82,13 +83,21 @@ struct Decoder : Mixture {
 
     void layer(const Pass& p, int index, const Layer& l) {
         int n = p.tokens_count;
-        normalise(n, l.input_norm, nullptr, p.broken, index - 1);
-        product<false>(p, index, 0, l.qkv, h, qkv);
-        if (l.value_heads) follow(p, index, l);
-        else if (l.kernel) convolve(p, index, l);
-        else rotate(p, index, l), attend(p, index, l);
-        add(p, index, 1, l.out, mixed, l.after_attention);
-        if (!m.parallel) normalise(n, l.mlp_norm, nullptr, p.broken, index);
+        const bool mixes = l.qkv.n || l.value_heads;
+        if (mixes) normalise(n, l.input_norm, nullptr, p.broken, index - 1);
+        if (l.value_heads) {
+            product<false>(p, index, 6, l.into_recurrence, h, qkv);
+            follow(p, index, l);
+            add(p, index, 7, l.out_of_recurrence, mixed, l.after_attention);
+        }
+        if (l.qkv.n) {  // perhaps beside a recurrence, of the same input
+            product<false>(p, index, 0, l.qkv, h, qkv);
+            if (l.kernel && !l.value_heads) convolve(p, index, l);
+            else rotate(p, index, l), attend(p, index, l);
+            add(p, index, 1, l.out, mixed, l.after_attention);
+        }
+        if (!l.down.n) return;
+        if (!m.parallel) normalise(n, l.mlp_norm, nullptr, p.broken, mixes ? index : index - 1);
         if (l.experts) mix(p, l);
         if (l.experts && l.shared_down.n) share(p, index, l);
         if (l.experts) return;

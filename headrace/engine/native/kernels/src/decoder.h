@@ -10,6 +10,7 @@ struct Linear {
     int32_t n, k;
     code* codes;    // panels of the quantised weights
     float* scales;  // [n up to 32]: what a code of 1 stands for, of each output
+    const float* factors;  // [n up to 32]: of each output, before its bias; or null
 
     // Panel i of `count`, read from memory, and probably `next` after it.
     template <class W>
@@ -21,7 +22,9 @@ struct Linear {
     }
 };
 struct Layer {
-    Linear qkv, out, gate_up, down;  // gate_up: 16 gates, then their 16 ups, and so on; experts' are consecutive
+    // A layer may lack attention or a feed-forward part, whose products then have no outputs. gate_up: 16 gates, then their 16 ups, and so on, or ups alone;
+    // experts' are consecutive.
+    Linear qkv, out, gate_up, down;
     const float *input_norm, *after_attention, *mlp_norm, *after_mlp;  // [hidden up to 32] or null
     const float *q_norm, *k_norm, *v_norm;                             // [head_dim] (or all heads') or null
     const float* sinks;                                                // [heads]: a score that each query sees beside its keys, and that has no value; or null
@@ -38,29 +41,30 @@ struct Layer {
     // current token last, and a bias or null. place: number of layers of the same kind before this one.
     const float *convolution, *convolution_bias;
     int32_t kernel, place;
-    // A recurrence (recurrence.h) over heads of keys and of values (0: none), with qkv for queries, keys, values, gates, and for each head what is taken (of
-    // a delta rule alone) and its step: [value_heads], [value_heads], [value_width] or all values' [value_heads * value_width], [value_heads]. Its convolution
+    // A recurrence (recurrence.h) over heads of keys and of values (0: none), with a product for queries, keys, values, gates, and for each head what is taken
+    // (of a delta rule alone) and its step: [value_heads], [value_heads], [value_width] or all values' [value_heads * value_width] or null, [value_heads]. Its convolution
     // is over queries, keys and values.
     const float *decay, *step_bias, *result_norm, *skip;
     int32_t key_heads, value_heads, key_width, value_width;
-    int32_t corrects;                   // whether it is a delta rule, and not a state space
+    int32_t corrects, gate_last;        // whether it is a delta rule, and not a state space; whether what is read is normed before its gate
     float shortest_step, longest_step;  // bounds of the steps
-    int32_t gated;  // whether a gate for each number that attention gives follows in qkv behind the values
+    int32_t gated, head_gated;  // whether a gate for each number that attention gives, or for each head, follows in qkv behind the values
     Linear shared_gate_up, shared_down;  // of an expert that serves every token beside the chosen ones; no outputs: there is none
     const float* shared_gate;            // [hidden up to 32]: the sigmoid of its product with a token is the factor of that expert; null: 1
     const float* choice_bias;            // [experts]: added to sigmoids where experts are chosen by them, or null
     int32_t sigmoid;                     // whether an expert's weight is the sigmoid of its score, and not a part of a softmax
-    float chosen_scale;                  // factor of these weights
+    float chosen_scale, chosen_least;    // factor of these weights; what is added to the sum of sigmoids before it divides them
     Linear per_layer_gate, per_layer_out;  // products around the embedding of the layer's own; no outputs: there is none
     const float* after_per_layer;          // the norm of what that adds: [hidden up to 32]
     float scale_behind;                    // factor of the residual stream behind the layer
+    Linear into_recurrence, out_of_recurrence;
 };
 struct LowRank {
     const stored *a, *b;  // A [rank, k] and B [n, rank] scale included, packed as the linear's weights; null: no adapter
     int64_t rank;
 };
-constexpr int PLACES = 6;
-enum Activation : int32_t { SILU, GELU_TANH, CLAMPED };
+constexpr int PLACES = 8;
+enum Activation : int32_t { SILU, GELU_TANH, CLAMPED, SQUARED };  // SQUARED: of what is positive of up, which has no gate
 struct Model {
     int32_t layers, hidden, heads, inter, vocabulary, activation, mixtures;  // inter: the widest dense layer's
     int32_t neighbours;          // whether positions turn neighbours in a head, and not those of its two halves
@@ -96,7 +100,7 @@ struct Pass {
     const int32_t* tables;    // [S, width]
     const int64_t* rows;      // [R]
     const int32_t* adapters;  // [S]
-    const LowRank* low_rank;  // [slots][layers + 1][PLACES], in the order qkv, out, gate_up, down, per_layer_gate, per_layer_out; behind all layers per_layer_into
+    const LowRank* low_rank;  // [slots][layers + 1][PLACES], in the order qkv, out, gate_up, down, per_layer_gate, per_layer_out, into and out of a recurrence; behind all layers per_layer_into
     float* logits;            // [R up to 32, vocabulary up to 32]
     uint16_t* routing;        // [N, mixtures, chosen] out, or null
     int32_t* broken;          // [N] out: first layer after which a hidden state was not finite, -1 if none

@@ -7,7 +7,7 @@ struct Dense : State {
 
     // x += scale w(from), normalised first if there is a norm; and all of it times `then`.
     void add(const Pass& p, int index, int which, const Linear& w, Blocks<taken>& from, const float* norm, float then = 1) {
-        if (!norm && m.residual_scale == 1 && then == 1) return product<true>(p, index, which, w, from, x);
+        if (!norm && !w.factors && m.residual_scale == 1 && then == 1) return product<true>(p, index, which, w, from, x);
         product<false>(p, index, which, w, from, side);
         plan.each(p.tokens_count, [=](int row) {
             const float by = m.residual_scale * (norm ? inverse_rms(side, row) : 1);
@@ -99,7 +99,7 @@ struct Dense : State {
         });
     }
 
-    // Adds adapters and then the bias to a product, as the trainer does (`linear.h`).
+    // Adds adapters to a product, multiplies it by its factors, and adds the bias, as the trainer does (`linear.h`).
     void finish(const Pass& p, int index, int which, const Linear& w, int panel, int b, float* c) {
         for (int slot = 0; slot < p.slots; slot++) {
             const LowRank& l = low_rank(p, slot, index, which);
@@ -107,6 +107,8 @@ struct Dense : State {
             multiply<true>(Inputs<taken>{thin.block(b, slot * (thin.panels / p.slots))}, Panel<stored>{l.b + (size_t)panel * up(l.rank) * AREA}, up(l.rank), c, SIDE,
                            std::min(SIDE, p.tokens_count - b * SIDE));
         }
+        for (int r = 0; w.factors && r < SIDE; r++)
+            for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) * load(w.factors + panel * SIDE + j));
         for (int r = 0; w.bias && r < SIDE; r++)
             for (int j = 0; j < SIDE; j += 16) store(c + r * SIDE + j, load(c + r * SIDE + j) + load(w.bias + panel * SIDE + j));
     }
@@ -136,7 +138,7 @@ struct Dense : State {
         });
     }
 
-    // act(gate) * up: a panel holds sixteen of each.
+    // act(gate) * up, of which a panel holds sixteen each, or the squares of 32 ups.
     void gate(const Pass& p, int index, const Linear& w) {
         shrink(p, index, 2, w, h);
         each_panel(p.tokens_count, w.k, up(w.n), [=, &p, &w](int panel, int next, int block, int rows) {
@@ -145,11 +147,18 @@ struct Dense : State {
             for (int b = 0; b < up(rows); b++) {
                 float* c = sums + b * AREA;
                 finish(p, index, 2, w, panel, block + b, c);
-                taken* to = act.block(block + b, panel / 2) + panel % 2 * 16;
-                for (int r = 0; r < std::min(SIDE, rows - b * SIDE); r++)
-                    write(to + r * SIDE, gated(load(c + r * SIDE), load(c + r * SIDE + 16)));
+                activate(act, block + b, panel, c, std::min(SIDE, rows - b * SIDE));
             }
         });
+    }
+
+    // What rows of a panel of the first product become in the inputs of the second.
+    void activate(const Blocks<taken>& into, int b, int panel, const float* c, int rows) const {
+        const auto squared = [](f16x v) { return select(v < 0.f, f16x{}, v * v); };
+        taken* to = m.activation == SQUARED ? into.block(b, panel) : into.block(b, panel / 2) + panel % 2 * 16;
+        for (int r = 0; r < rows; r++, c += SIDE, to += SIDE)
+            if (m.activation == SQUARED) write(to, squared(load(c))), write(to + 16, squared(load(c + 16)));
+            else write(to, gated(load(c), load(c + 16)));
     }
 
     f16x gated(f16x gate, f16x up) const { return m.activation == CLAMPED ? m.clamped(gate, up) : activated(gate, m.activation == GELU_TANH) * up; }

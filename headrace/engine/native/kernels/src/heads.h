@@ -128,8 +128,9 @@ struct Heads : Dense {
     }
     void give(const Queries<taken>& a, const Layer& l, int r, int row, int head) {
         const int first = head * l.head_dim, gates = (m.heads + 2 * l.kv_heads) * l.head_dim;
+        const f16x by = splat(1.f / a.total[r]) * (l.head_gated ? sigmoid(splat(*qkv.at(row, gates + head))) : splat(1));
         for (int c = 0; c < l.head_dim; c += 16) {
-            const f16x given = load(a.out + r * a.dim + c) * (1.f / a.total[r]);
+            const f16x given = load(a.out + r * a.dim + c) * by;
             write(mixed.at(row, first + c), l.gated ? given * sigmoid(load(qkv.at(row, gates + first + c))) : given);
         }
     }

@@ -28,8 +28,7 @@ struct Mixture : Recurrent {
         each_expert(l, l.gate_up, [=](const auto& multiplied, int panel, int b, int rows) {
             alignas(64) float c[AREA];
             multiplied(gathered.block(b, 0), c);
-            taken* to = inner.block(b, panel / 2) + panel % 2 * 16;
-            for (int r = 0; r < rows; r++) write(to + r * SIDE, gated(load(c + r * SIDE), load(c + r * SIDE + 16)));
+            activate(inner, b, panel, c, rows);
         });
         each_expert(l, l.down, [=](const auto& multiplied, int panel, int b, int) { multiplied(inner.block(b, 0), told.block(b, panel)); });
         plan.each(n, [=](int row) {
@@ -62,7 +61,7 @@ struct Mixture : Recurrent {
 
     // Experts with the largest sigmoids, a bias of each added for the choice alone; best first, and the first among equals.
     static void choose_by_sigmoid(const Layer& l, float* score, int* which, float* by) {
-        float total = 1e-6f;
+        float total = l.chosen_least;
         bool taken[MOST_EXPERTS] = {};
         for (int e = 0; e < l.experts; e++) score[e] = 1.f / (1.f + std::exp(-score[e]));
         for (int i = 0; i < l.chosen; i++) {

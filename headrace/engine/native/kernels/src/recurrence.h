@@ -145,21 +145,21 @@ struct Recurrent : Convolutions {
         fill(state(index, l, p.states[s]), p.starts[s + 1] - first);  // last: what it writes over is read by nobody after it
     }
 
-    // The results under a norm, times a gate of the token's own: of a delta rule the norm of each head, of a state space that of what is gated already, over
-    // the heads of one key.
+    // The results under a norm, if there is one, and times a gate of the token's own before or after it: of a delta rule the norm of each head, of a state
+    // space over the heads of one key.
     void give_gated(const Layer& l, int row) {
         const Widths w(l);
         float* results = convolved_at(l, row) + 2 * w.keys;
         const auto gate = [&](int c) { return activated(load(qkv.at(row, w.all + c)), false); };
         const int wide = l.corrects ? l.value_width : w.values / l.key_heads;
-        for (int c = 0; !l.corrects && c < w.values; c += 16) store(results + c, load(results + c) * gate(c));
+        for (int c = 0; !l.gate_last && c < w.values; c += 16) store(results + c, load(results + c) * gate(c));
         for (int first = 0; first < w.values; first += wide) {
             f16x squares = {};
             for (int c = first; c < first + wide; c += 16) squares += load(results + c) * load(results + c);
             const float by = ::inverse_rms(squares, wide, m.eps);
             for (int c = first; c < first + wide; c += 16) {
-                const f16x normed = load(results + c) * by * load(l.result_norm + (l.corrects ? c - first : c));
-                write(mixed.at(row, c), l.corrects ? normed * gate(c) : normed);
+                const f16x normed = l.result_norm ? load(results + c) * by * load(l.result_norm + (l.corrects ? c - first : c)) : load(results + c);
+                write(mixed.at(row, c), l.gate_last ? normed * gate(c) : normed);
             }
         }
     }

@@ -43,7 +43,7 @@ struct State {
         m = model, group = 1, ready_width = before = between = 0;
         for (int i = 0; i < m.layers; i++) {
             const Layer& l = m.layer[i];
-            before = std::max(before, l.qkv.n), between = std::max(between, l.out.k);
+            before = std::max({before, l.qkv.n, l.into_recurrence.n}), between = std::max({between, l.out.k, l.out_of_recurrence.k});
             group = std::max(group, m.heads / l.kv_heads), ready_width = std::max(ready_width, (m.heads + 2 * l.kv_heads) * dim_of(l));
         }
     }
