@@ -15,7 +15,8 @@ import pytest
 import xxhash
 
 from headrace.core.batches import Failure
-from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.errors import ConfigError, IdentityError, WorkerDied
+from headrace.core.protocols import Job, Launcher
 from headrace.episodes.environments.agents.agent_process import code_of
 from headrace.episodes.scoring.functions import FunctionPools
 from headrace.episodes.scoring.job import Effort, ScoringJob
@@ -26,7 +27,7 @@ from headrace.processes.wire import WorkerEnd
 from headrace.run.config import RunConfig, load_config
 from headrace.run.resume_rules import check_resumable, contents_of, meaning
 from headrace.run.seats import own_sites
-from headrace.run.worker.build import build_engine_core
+from headrace.run.worker.build import build_engine_core, open_launcher
 from headrace.run.worker.server_loop import ServerWorker
 from headrace.run.worker.worker_messages import EngineStart, ServerNeeds
 from headrace.weight_sync.files import Files
@@ -74,11 +75,11 @@ def test_code_that_changes_during_a_run_scores_nothing(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def installed(tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if this version of the package `judged` had been installed over the one before."""
-    place = tmp_path / version / f"judged-{version}.dist-info"
+def installed(tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch, name: str = "judged") -> None:
+    """As if this version of a package had been installed over the one before."""
+    place = tmp_path / version / f"{name}-{version}.dist-info"
     place.mkdir(parents=True)
-    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: judged\nVersion: {version}\n")
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     monkeypatch.syspath_prepend(place.parent)
 
 
@@ -95,6 +96,20 @@ def test_a_package_that_changes_during_a_run_starts_no_process(
     installed(tmp_path, "1.1", monkeypatch)
     with pytest.raises(OSError, match=r"judged 1\.1 \(the run has 1\.0\).*; pip install judged==1\.0, or stop"):
         asyncio.run(here.spawn(UserProgram(who="scorer 1", words=["none"], log=None)))
+
+
+def test_an_engine_or_trainer_that_takes_the_place_of_another_refuses_other_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def started(launcher: Launcher) -> None:
+        await launcher.worker(Job("engine", "engine"), lambda method, payload: None).start()
+
+    launcher = open_launcher(tmp_path)
+    installed(tmp_path, "99.9", monkeypatch, "torch")
+    with pytest.raises(
+        WorkerDied, match=r"engine process could not be started: .*torch 99\.9 \(the run has .*pip install torch=="
+    ):
+        asyncio.run(started(launcher))
 
 
 def test_an_agent_of_another_environment_has_packages_of_its_own(

@@ -82,10 +82,16 @@ def changed_code(terms: Terms) -> str:
             f"{file} {f'cannot be read any more ({how})' if how else 'has changed'} since the run began, and a process that loads it now would compute "
             "something else than those before it; put it back, or stop the run and resume it with the new one"
         )
-    found, install = _other_packages(terms.packages)
+    return changed_packages(terms.packages)
+
+
+def changed_packages(packages: Mapping[str, str]) -> str:
+    """Returns which of the packages that a run's processes have loaded are others now, and what to do; empty if none is. `packages`: the versions at
+    its beginning, by name."""
+    found, install = _other_packages(packages)
     return found and (
-        f"packages that the run's files import have changed since it began: {found}, and a process that loads them now would compute something else than "
-        f"those before it; {install}, or stop the run and resume it with the new ones"
+        f"packages of the run have changed since it began: {found}, and a process that loads them now would compute something else than those before it; "
+        f"{install}, or stop the run and resume it with the new ones"
     )
 
 
