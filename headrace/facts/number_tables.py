@@ -5,7 +5,7 @@ filtered at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -298,7 +298,8 @@ def scalars(fact: MetricsFact, state: RunState) -> tuple[int, dict[str, float]]:
     """Returns the step that a fact belongs to, and its finite numbers; none for facts without numbers."""
     match fact:
         case StepRow():
-            step, values = fact.report.version, _step_scalars(fact, state.engine) | _share_scalars(state.shares.recent)
+            step, values = fact.report.version, _step_scalars(fact, state.engine, state.uncommon)
+            values |= _share_scalars(state.shares.recent)
             values |= _choice_scalars(state.choices) | _cost_scalars(state.costs, fact.report.loss_tokens)
         case Evaluated():
             values = {"held_out/reward": fact.reward_mean, "held_out/length": fact.length_mean}
@@ -451,36 +452,29 @@ def title_of(name: str) -> str:
     return name
 
 
-def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
+def _beside(name: str, others: Container[str]) -> str:
+    """Returns a name that no other number has: reward functions may have any."""
+    return f"{name}#2" if name in others else name
+
+
+def _step_scalars(row: StepRow, engine: EngineUse, known: Container[str]) -> dict[str, float]:
+    """`known`: the uncommon numbers that the run has had, which have a value at every step from then on."""
     report = row.report
     names = ("loss", "grad_norm", "lr", "entropy", "ratio_mean", "ratio_max", "clip_fraction", "kl")
     values = {f"train/{name}": float(getattr(report, name)) for name in names}
-    extras = (
-        "pairs",
-        "pairs_agreed",
-        "pair_margin",
-        "reference_kl",
-        "teacher_kl",
-        "divergence",
-        "outside_tokens",
-        "missing_routes",
-        "routing_conflicts",
-        "dropped_tokens",
-        "graphs",
-        "left_out",
-        "demonstration_tokens",
-        "demonstration_loss",
-        "demonstration_share",
-    )
+    extras = ["reference_kl", "teacher_kl", "divergence"]
     values |= {f"train/{name}": float(value) for name in extras if (value := getattr(report, name))}
+    measured = ["pairs_agreed", "pair_margin"] * bool(report.pairs)
+    measured += ["demonstration_loss", "demonstration_share"] * bool(report.demonstration_tokens)
+    values |= {f"train/{name}": float(getattr(report, name)) for name in measured}
     for judge in (report.critic, report.process):
         values |= {f"train/{name}": getattr(judge, name) for name in judge.__struct_fields__} if judge else {}
     for stats in report.lags:
         numbers = {"kl": stats.kl, "ratio": stats.ratio, "ess": stats.ess, "clipped": stats.clipped, **stats.gaps}
         values |= {f"by_lag_{stats.name}/{name}": value for name, value in numbers.items()}
         values |= {f"by_lag_{stats.name}/masked_{rule}": share for rule, share in stats.masked.items()}
-    values |= {"reward/drawn": row.reward_drawn, "reward/trained": row.reward_mean, "reward/std": row.reward_std}
-    values |= {f"reward/{name}": mean for name, mean in row.components.items()}
+    own = {"reward/drawn": row.reward_drawn, "reward/trained": row.reward_mean, "reward/std": row.reward_std}
+    values |= {_beside(f"reward/{name}", own): mean for name, mean in row.components.items()} | own
     tokens = sum(row.lags.values())
     if tokens:
         values["lag/mean"] = sum(lag * count for lag, count in row.lags.items()) / tokens
@@ -488,7 +482,6 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         values["lag/min"] = float(min(row.lags))
     if row.ages:
         again = sum(row.ages.values())
-        values |= {"experience/tokens": float(again), "experience/share": again / (again + tokens)}
         values["experience/age_mean"] = sum(age * count for age, count in row.ages.items()) / again
         values["experience/age_max"] = float(max(row.ages))
     if row.lengths:
@@ -497,7 +490,7 @@ def _step_scalars(row: StepRow, engine: EngineUse) -> dict[str, float]:
         values |= {"length/p10": tenth, "length/p50": middle, "length/p90": ninth}
         values["length/truncated_share"] = row.truncated / len(row.lengths)
         values["lag/rollouts_swapped"] = row.swapped / len(row.lengths)
-    values |= {name: float(count) for name, count in _uncommon(row).items() if count}
+    values |= {name: float(count) for name, count in row.uncommon.items() if name in known}
     values |= {"time/step_seconds": report.seconds, "time/wait_seconds": row.wait_seconds}
     if report.seconds:
         values["time/train_tokens_per_second"] = report.loss_tokens / report.seconds
@@ -539,14 +532,6 @@ def _cost_scalars(costs: Costs, tokens: int) -> dict[str, float]:
         return {}
     found = {"cost/dollars": costs.total, "cost/dollars_per_step": costs.of_step}
     return found | ({"cost/dollars_per_million_tokens": 1e6 * costs.of_step / tokens} if tokens else {})
-
-
-def _uncommon(row: StepRow) -> dict[str, int]:
-    return {
-        "lag/outside_tokens": sum(row.outside.values()),
-        "lag/mixed_tokens": row.mixed_tokens,
-        "lag/old_cache_tokens": row.old_cache_tokens,
-    }
 
 
 # --- Everything that curves and sample browser need to know of a run

@@ -79,6 +79,31 @@ class StepRow(Fact, frozen=True, tag="StepTrained"):
     ages: dict[int, int] = {}
     """Lag -> number of trained tokens of good rollouts of earlier groups, which are not in `lags`."""
 
+    @property
+    def uncommon(self) -> dict[str, float]:
+        """Counts and shares that are 0 in all steps of most runs, by the names that they have on dashboards."""
+        again, tokens = sum(self.ages.values()), sum(self.lags.values())
+        return {
+            **{f"train/{name}": getattr(self.report, name) for name in _UNCOMMON},
+            "lag/outside_tokens": sum(self.outside.values()),
+            "lag/mixed_tokens": self.mixed_tokens,
+            "lag/old_cache_tokens": self.old_cache_tokens,
+            "experience/tokens": again,
+            "experience/share": again / (again + tokens) if again else 0.0,
+        }
+
+
+_UNCOMMON = (
+    "pairs",
+    "outside_tokens",
+    "missing_routes",
+    "routing_conflicts",
+    "dropped_tokens",
+    "graphs",
+    "left_out",
+    "demonstration_tokens",
+)
+
 
 class Sample(Struct, frozen=True):
     """One rollout to be read by people."""

@@ -103,6 +103,8 @@ class RunState(RunSums):
     lags: Counter[int] = counter()
     ages: Counter[int] = counter()
     """Lags of the trained tokens of good rollouts of earlier groups, for which there is no bound."""
+    uncommon: Counter[str] = counter()
+    """Number of `StepRow.uncommon` -> steps in which it was not 0."""
     lengths: Sieve = field(default_factory=Sieve)
     """Tokens of completions."""
     solve_rates: Sieve = field(default_factory=Sieve)
@@ -288,6 +290,7 @@ class RunState(RunSums):
         self.drawn_rewards.clear()
         self.lags.update(row.lags)
         self.ages.update(row.ages)
+        self.uncommon.update(name for name, count in row.uncommon.items() if count)
         for group in self.fates.train(row.tickets, self._group_size):
             self.lengths.trained.add(group.lengths)
             self.solve_rates.trained.add(solve_rate(group))

@@ -62,7 +62,7 @@ def own_sites(files: Mapping[str, Iterable[str]]) -> UserSites:
 
 
 def _here(files: Iterable[str]) -> OwnSite:
-    return OwnSite(partial(changed_code, code_terms(files).files))
+    return OwnSite(partial(changed_code, code_terms(files)))
 
 
 def user_sites(place: OrchestrationConfig, telemetry: Telemetry, files: Mapping[str, Iterable[str]]) -> UserSites:
@@ -99,16 +99,16 @@ def terms_of_code(config: RunConfig) -> dict[Kind, Terms]:
 
 
 def start_of(config: RunConfig, kind: Kind) -> UserHostStart:
-    files = terms_of_code(config)[kind].files
+    code = terms_of_code(config)[kind]
     if kind == "scorer":
         loads = [
             RewardsLoaded(tuple(spec.function for spec in run.reward.specs), run.sandbox.settings.as_text())
             for run in config.runs
             if run.reward.specs
         ]
-        return UserHostStart(files=files, rewards=tuple(loads))
+        return UserHostStart(code=code, rewards=tuple(loads))
     settings = [function_settings(run.environment, run.sandbox.settings) for run in config.runs]
-    return UserHostStart(files=files, environments=tuple(settings))
+    return UserHostStart(code=code, environments=tuple(settings))
 
 
 # --- seats ------------------------------------------------------------

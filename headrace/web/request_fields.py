@@ -161,8 +161,40 @@ def note_unknown(scope: Scope, read: object, body: bytes) -> None:
             message = f"there is no field {_shown(name)}; did you mean {like}?"
             raise Refused(400, message, "unsupported_parameter")
         names.append(_shown(name))
+    if shown := next(_beside_texts(read, body), ""):
+        raise Refused(400, f"{shown} is not served: the model would not see it; leave it out", "unsupported_parameter")
     if names:
         scope[HEADER] = names
+
+
+_SHOWN = (
+    "image",
+    "images",
+    "image_url",
+    "image_urls",
+    "image_data",
+    "input_image",
+    "video",
+    "videos",
+    "video_url",
+    "audio_url",
+)
+_SHOWN += ("input_audio", "file", "files", "attachments", "documents", "multi_modal_data")
+_Element = dict[str, msgspec.Raw] | list[msgspec.Raw] | str | float | bool | None
+_decode_messages = msgspec.json.Decoder(list[_Element]).decode
+"""Fields beside the text of a message in which clients of other servers give what is no text."""
+
+
+def _beside_texts(read: OpenBody, body: bytes) -> Iterator[str]:
+    """Yields the fields of messages that hold something beside their text: a message is read as its own fields alone."""
+    for name in {"messages", "input"} & set(read.__struct_fields__):
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).get(name)
+        if given is None or not bytes(given).lstrip().startswith(b"["):
+            continue
+        for place, message in enumerate(_decode_messages(given)):
+            for field in _SHOWN if isinstance(message, dict) else ():
+                if field in message and not _asks_for_nothing(field, message[field]):
+                    yield f"{name}[{place}].{field}"
 
 
 def note_ignored(scope: Scope, name: str) -> None:

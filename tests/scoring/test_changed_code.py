@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,19 @@ import pytest
 import xxhash
 
 from headrace.core.batches import Failure
-from headrace.core.errors import ConfigError, IdentityError
+from headrace.core.errors import ConfigError, IdentityError, WorkerDied
+from headrace.core.protocols import Job, Launcher
+from headrace.episodes.environments.agents.agent_process import code_of
 from headrace.episodes.scoring.functions import FunctionPools
 from headrace.episodes.scoring.job import Effort, ScoringJob
 from headrace.processes.asked_process import UserProgram
 from headrace.processes.joining.greeting import Kind
-from headrace.processes.joining.same_model import digests
+from headrace.processes.joining.same_model import changed_code, digests
 from headrace.processes.wire import WorkerEnd
 from headrace.run.config import RunConfig, load_config
 from headrace.run.resume_rules import check_resumable, contents_of, meaning
 from headrace.run.seats import own_sites
-from headrace.run.worker.build import build_engine_core
+from headrace.run.worker.build import build_engine_core, open_launcher
 from headrace.run.worker.server_loop import ServerWorker
 from headrace.run.worker.worker_messages import EngineStart, ServerNeeds
 from headrace.weight_sync.files import Files
@@ -72,6 +75,55 @@ def test_code_that_changes_during_a_run_scores_nothing(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+def installed(tmp_path: Path, version: str, monkeypatch: pytest.MonkeyPatch, name: str = "judged") -> None:
+    """As if this version of a package had been installed over the one before."""
+    place = tmp_path / version / f"{name}-{version}.dist-info"
+    place.mkdir(parents=True)
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(place.parent)
+
+
+@pytest.mark.parametrize("kind", ["scorer", "environment"])
+def test_a_package_that_changes_during_a_run_starts_no_process(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that takes the place of another would import it: rewards of two meanings would stand beside each other, and nothing say so."""
+    config = settings_of(tmp_path)
+    (tmp_path / "reward.py").write_text("def exact(completions, **columns):\n    import judged\n")
+    installed(tmp_path, "1.0", monkeypatch)
+    sites = own_sites({code: [str(tmp_path / "reward.py")] for code in config.code_files})
+    (here,) = (sites.scorers if kind == "scorer" else sites.environments).every
+    installed(tmp_path, "1.1", monkeypatch)
+    with pytest.raises(OSError, match=r"judged 1\.1 \(the run has 1\.0\).*; pip install judged==1\.0, or stop"):
+        asyncio.run(here.spawn(UserProgram(who="scorer 1", words=["none"], log=None)))
+
+
+def test_an_engine_or_trainer_that_takes_the_place_of_another_refuses_other_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def started(launcher: Launcher) -> None:
+        await launcher.worker(Job("engine", "engine"), lambda method, payload: None).start()
+
+    launcher = open_launcher(tmp_path)
+    installed(tmp_path, "99.9", monkeypatch, "torch")
+    with pytest.raises(
+        WorkerDied, match=r"engine process could not be started: .*torch 99\.9 \(the run has .*pip install torch=="
+    ):
+        asyncio.run(started(launcher))
+
+
+def test_an_agent_of_another_environment_has_packages_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "agent.py").write_text("import judged\n")
+    installed(tmp_path, "1.0", monkeypatch)
+    ours, other = (code_of([program, str(tmp_path / "agent.py")]) for program in (sys.executable, "/usr/bin/env"))
+    assert ours.packages == {"judged": "1.0"} and not other.packages
+    assert not changed_code(ours)
+    installed(tmp_path, "1.1", monkeypatch)
+    assert "judged 1.1 (the run has 1.0)" in changed_code(ours) and not changed_code(other)
+
+
 @pytest.mark.parametrize("kind", ["scorer", "environment"])
 def test_evaluation_sets_code_is_watched_too(kind: Kind, tmp_path: Path) -> None:
     code = "def exact(completions, **columns):\n    return [1.0] * len(completions)\n\n\nasync def play(agent):\n    return 0.0\n"
@@ -106,22 +158,16 @@ def test_another_version_of_a_package_that_a_reward_imports_is_known_to_a_run_th
 ) -> None:
     """A record of the form before, which knew of no packages, still holds; one of another file does not."""
 
-    def installed(version: str) -> None:
-        place = tmp_path / version / f"judged-{version}.dist-info"
-        place.mkdir(parents=True)
-        (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: judged\nVersion: {version}\n")
-        monkeypatch.syspath_prepend(place.parent)
-
     config = settings_of(tmp_path, [])
     plain = contents_of(config)
     reward = tmp_path / "reward.py"
     reward.write_text("import json\nimport judged\n" + reward.read_text())
     without = contents_of(config)
-    installed("1.0")
+    installed(tmp_path, "1.0", monkeypatch)
     before = contents_of(config)
     assert contents_of(config) == before != without != plain
     assert contents_of(config, without) == without and contents_of(config, plain) == before
-    installed("1.1")
+    installed(tmp_path, "1.1", monkeypatch)
     assert contents_of(config)["reward.function"] != before["reward.function"]
     assert contents_of(config, before) == contents_of(config)
 

@@ -411,6 +411,31 @@ def test_other_packings_are_named(tmp_path: Path, pack: Callable[[bytes], bytes]
     assert message == f"{path} is packed by {how}; unpack it ({unpack} r.jsonl.x) and name what comes out"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        (
+            "a.jsonl",
+            '{"x": 1e308}\n{"x": [1e400]}\n',
+            "a.jsonl:2: not valid JSON (the number 1e400 is beyond what float64 holds",
+        ),
+        ("a.jsonl", '[{"x": -1e999}]', "the number -1e999 is beyond what float64 holds"),
+        ("a.csv", "\ufeff\ufeffprompt,answer\n1,2\n", "a.csv:1: a byte-order mark stands within the text"),
+        ("a.csv", "prompt,answer\n1,2\n\ufeff3,4\n", "a.csv:3: a byte-order mark stands within the text"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(tmp_path: Path, name: str, text: str, words: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    assert words in refusal(lambda: read_rows(Path(name).suffix[1:], str(tmp_path / name)))
+
+
+def test_fields_of_one_name_in_parquet_are_refused(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    both = pyarrow.StructArray.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
+    parquet.write_table(pyarrow.table({"x": both}), tmp_path / "a.parquet")
+    assert "duplicate field names" in refusal(lambda: read_rows("parquet", str(tmp_path / "a.parquet")))
+
+
 def test_broken_files(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl.gz"
     path.write_bytes(gzip.compress(LINES.encode() * 99)[:-20])

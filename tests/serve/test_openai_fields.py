@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,8 @@ from headrace.serve.serving import Serving
 from headrace.testing.fake_engine import FakeEngine
 from headrace.web.bodies import Chat
 from headrace.web.errors import Refused
+from headrace.web.formats.anthropic_messages import Messages
+from headrace.web.formats.responses import Responses
 from headrace.web.request_fields import CHANGING, HEADER, MOST_UNKNOWN, note_unknown
 from support.served import Client, faked
 from support.spelled_tokens import spelled
@@ -314,3 +317,22 @@ def test_special_tokens_are_shown_where_a_request_asks_for_them(tmp_path: Path, 
                 assert answer.headers[HEADER] == "stream_options.continuous_usage_stats"
 
     asyncio.run(case())
+
+
+@pytest.mark.parametrize("field", ["images", "image_url", "attachments"])
+@pytest.mark.parametrize(
+    ("kind", "where", "more"),
+    [(Chat, "messages", {}), (Messages, "messages", {"max_tokens": 3}), (Responses, "input", {})],
+)
+def test_what_a_message_shows_beside_its_text_is_refused(kind: Any, where: str, more: Any, field: str) -> None:
+    """The model would answer, and be trained, without having seen it."""
+
+    def noted(**beside: Any) -> None:
+        messages = [{"role": "user", "content": "1"}, {"role": "user", "content": "2", **beside}]
+        body = json.dumps({"model": "m", where: messages, **more}).encode()
+        note_unknown({}, msgspec.json.decode(body, type=kind), body)
+
+    for nothing in ([], None, ""):
+        noted(**{field: nothing})
+    with pytest.raises(Refused, match=rf"{where}\[1\]\.{field} is not served: the model would not see it"):
+        noted(**{field: ["aGk="]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +27,12 @@ _PACKED = (
 )
 """The first bytes of files that no package here unpacks, and the programs that do."""
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
+_MARK = "\ufeff"
+"""A byte-order mark. The one at the beginning of a file is no part of its text."""
+_MARKED = (
+    "a byte-order mark stands within the text, and would be a part of a name or a value that looks as if it had none; files were put behind each "
+    "other, or it was put before a text that has one: remove it"
+)
 _INTEGER = re.compile(r"u?int\d+")
 
 
@@ -92,7 +99,7 @@ def _json(file: TextIO, path: Path) -> list[Row]:
 
 def _array(text: str, path: Path) -> list[Row]:
     try:
-        rows = json.loads(text, object_pairs_hook=_once)
+        rows = json.loads(text, object_pairs_hook=_once, parse_float=_finite)
     except ValueError as error:
         raise ConfigError(
             f"{path}: not valid JSON ({error}); it begins as an array, which must hold one object for each row"
@@ -102,7 +109,7 @@ def _array(text: str, path: Path) -> list[Row]:
 
 def _json_line(line: str, where: str, path: Path) -> Row:
     try:
-        row = json.loads(line, object_pairs_hook=_once)
+        row = json.loads(line, object_pairs_hook=_once, parse_float=_finite)
     except ValueError as error:
         raise ConfigError(
             f"{where}: not valid JSON ({error}); every line must be one JSON object{_other_text(path)}"
@@ -116,6 +123,13 @@ def _once(pairs: list[tuple[str, Any]]) -> Row:
     if len(made) < len(pairs):
         raise ValueError(f"{twice([name for name, _ in pairs])} stands twice in an object")
     return made
+
+
+def _finite(text: str) -> float:
+    """Reads a number with a point or an exponent. Raises ValueError for one that would be infinite; `Infinity` is a word and not read here."""
+    if math.isinf(number := float(text)):
+        raise ValueError(f"the number {text[:40]} is beyond what float64 holds; write it as a string")
+    return number
 
 
 def twice(names: Sequence[Any]) -> Any:
@@ -158,8 +172,12 @@ def _csv(file: TextIO, path: Path) -> list[Row]:
             raise ConfigError(
                 f"{path} has two columns {twice(names)!r}, of which one would be lost; rename one of them"
             )
+        if any(_MARK in name for name in names):
+            raise ConfigError(f"{path}:1: {_MARKED}")
         rows = []
         for values in table:
+            if values and values[0].startswith(_MARK):
+                raise ConfigError(f"{path}:{table.line_num}: {_MARKED}")
             if values and len(values) != len(names):
                 raise ConfigError(
                     f"{path}:{table.line_num}: {len(values)} values for {len(names)} columns ({', '.join(names)}); put values that "
@@ -180,10 +198,14 @@ def parquet_rows(path: Path) -> list[Row]:
     try:
         if path.is_dir():
             _check_alike(pyarrow.parquet.ParquetDataset(path).fragments)
-        return of_arrow(pyarrow.parquet.read_table(path).to_pylist())
+        table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         message = str(error).splitlines()[0]
         raise ConfigError(f"{path} cannot be read as Parquet ({message}); set task.kind to what it is") from None
+    try:
+        return of_arrow(table.to_pylist())
+    except ValueError as error:  # two fields of a struct have one name, or a value is none that Python has
+        raise ConfigError(f"{path} has values that Python cannot have ({error}); write it with other columns") from None
 
 
 def _check_alike(files: Sequence[Any]) -> None:

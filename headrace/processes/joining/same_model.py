@@ -60,41 +60,47 @@ def code_terms(files: Iterable[str]) -> Terms:
 
 def agree_to(terms: Terms, own_model: str = "") -> Agreed:
     """The answer of this machine to terms of either kind. `own_model`: as for `agree`."""
-    return (
-        agree(terms, own_model)
-        if terms.model
-        else Agreed(unable=code_problem(terms.files) or package_problem(terms.packages))
-    )
+    return agree(terms, own_model) if terms.model else Agreed(unable=code_problem(terms))
 
 
-def code_problem(files: Mapping[str, str]) -> str:
-    """Returns what is wrong with the user's files on this machine; empty if they are the run's. `files`: their digests there, by path."""
-    for file, how in _others(files):
+def code_problem(terms: Terms) -> str:
+    """Returns what is wrong with the user's files on this machine, or with the packages that they import; empty if they are the run's."""
+    for file, how in _others(terms.files):
         return (
             f"the run's file {file} is not on this machine ({how}): copy it here, to the same path"
             if how
             else f"{file} is not the run's: its content differs. Copy the run's file to this machine, or start the run anew if it is that one which has changed"
         )
-    return ""
+    found, install = _other_packages(terms.packages)
+    return found and f"packages that the run's files import are others on this machine: {found}; {install} here"
 
 
-def package_problem(packages: Mapping[str, str]) -> str:
-    """Returns which packages that the run's files import are others on this machine; empty if none is. `packages`: their versions there, by name."""
-    here = {name: _version(name) for name in packages}
-    if not (found := differing(here, packages)):
-        return ""
-    lacking = " ".join(f"{name}=={theirs}" for name, theirs in packages.items() if differing(here, {name: theirs}))
-    return f"packages that the run's files import are others on this machine: {found}; pip install {lacking} here"
-
-
-def changed_code(files: Mapping[str, str]) -> str:
-    """Returns which of the files of a run on this machine is another one now, and what to do; empty if none is. `files`: as for `code_problem`."""
-    for file, how in _others(files):
+def changed_code(terms: Terms) -> str:
+    """Returns which of the files of a run on this machine is another one now, or which package that they import, and what to do; empty if none is."""
+    for file, how in _others(terms.files):
         return (
             f"{file} {f'cannot be read any more ({how})' if how else 'has changed'} since the run began, and a process that loads it now would compute "
             "something else than those before it; put it back, or stop the run and resume it with the new one"
         )
-    return ""
+    return changed_packages(terms.packages)
+
+
+def changed_packages(packages: Mapping[str, str]) -> str:
+    """Returns which of the packages that a run's processes have loaded are others now, and what to do; empty if none is. `packages`: the versions at
+    its beginning, by name."""
+    found, install = _other_packages(packages)
+    return found and (
+        f"packages of the run have changed since it began: {found}, and a process that loads them now would compute something else than those before it; "
+        f"{install}, or stop the run and resume it with the new ones"
+    )
+
+
+def _other_packages(packages: Mapping[str, str]) -> tuple[str, str]:
+    """Returns which packages are others on this machine now, and the command that installs those of the run; empty if none is. `packages`: the
+    versions that the run has, by name."""
+    here = {name: _version(name) for name in packages}
+    other = [f"{name}=={theirs}" for name, theirs in packages.items() if differing(here, {name: theirs})]
+    return differing(here, packages), f"pip install {' '.join(other)}"
 
 
 def _others(files: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -279,18 +279,19 @@ async def fork(environment: Mapping[str, str], request: ForkRequest, files: Sequ
 class ForkLauncher:
     """Protocol `Launcher`. Output of the workers goes to files in `logs`, because the terminal shows the live view."""
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(self, logs: Path, problem: Callable[[], str] = str) -> None:
+        """`problem`: says why no worker can be started now; empty if one can."""
+        self._logs, self._problem = logs, problem
 
     def worker(self, job: Job, heard: Heard) -> ForkedWorker:
-        return ForkedWorker(job, self._logs, heard)
+        return ForkedWorker(job, self._logs, heard, self._problem)
 
 
 class ForkedWorker(LocalWorker):
     """Protocol `Worker`. It can be called as soon as `start` returns; its process begins when the libraries are loaded."""
 
-    def __init__(self, job: Job, logs: Path, heard: Heard) -> None:
-        super().__init__(job, logs, heard)
+    def __init__(self, job: Job, logs: Path, heard: Heard, problem: Callable[[], str]) -> None:
+        super().__init__(job, logs, heard, problem)
         self._forking: asyncio.Task[None] | None = None
         self._absent = "it was killed before it began"
         """The reason why there is no process."""

@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -214,19 +214,20 @@ class LocalPlace(WorkerPlace):
 class LocalLauncher:
     """Protocol `Launcher`. Output of the workers goes to files in `logs`, because the terminal shows the live view."""
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(self, logs: Path, problem: Callable[[], str] = str) -> None:
+        """`problem`: says why no worker can be started now; empty if one can."""
+        self._logs, self._problem = logs, problem
 
     def worker(self, job: Job, heard: Heard) -> LocalWorker:
-        return LocalWorker(job, self._logs, heard)
+        return LocalWorker(job, self._logs, heard, self._problem)
 
 
 class LocalWorker(ConnectedWorker):
     """Protocol `Worker`."""
 
-    def __init__(self, job: Job, logs: Path, heard: Heard) -> None:
+    def __init__(self, job: Job, logs: Path, heard: Heard, problem: Callable[[], str]) -> None:
         super().__init__(job.who, heard)
-        self._job = job
+        self._job, self._problem = job, problem
         self._process = ChildProcess(job.who, logs)
 
     @property
@@ -235,6 +236,8 @@ class LocalWorker(ConnectedWorker):
 
     async def start(self) -> None:
         self._begin()
+        if problem := self._problem():
+            raise self._not_started(problem)
         try:
             ours = self._spawn()
         except OSError as error:  # no memory, no descriptors, no directory for its log

@@ -15,6 +15,7 @@ from headrace.facts.facts import WorkerLost
 from headrace.facts.telemetry import Telemetry
 from headrace.processes.asked_process import RunningProcess, SiteLost, UserProgram
 from headrace.processes.health.patience import waited_for_a_core
+from headrace.processes.joining.greeting import Terms
 from headrace.processes.wire import unpack
 from headrace.run.clients.keeper import Keeper
 from headrace.run.hosts.user_host import PULSE, ProcessBytes, ProcessGone, SpawnAsked, UserHostStart
@@ -75,7 +76,7 @@ class HostedSite:
         """Is called when it has come up, or is lost."""
         self._job, self._telemetry = job, telemetry
         self._keeper: Keeper | None = None
-        self._start = UserHostStart(files={})
+        self._start = UserHostStart(code=Terms("", {}))
         self._numbers = itertools.count(1)
         self._processes: dict[int, HostedProcess] = {}
         self._heard_at = self._silent = 0.0

@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Mapping
 from typing import Any
 
 from headrace.core.errors import ConfigError
@@ -27,6 +26,7 @@ from headrace.episodes.environments.workers.environment_pool import FunctionSett
 from headrace.episodes.scoring.workers.processes import check_functions
 from headrace.processes.asked_process import OWN_SITE, RunningProcess, UserProgram
 from headrace.processes.joining.dial import refuse
+from headrace.processes.joining.greeting import Terms
 from headrace.processes.joining.same_model import code_problem
 from headrace.processes.wire import Frame, WorkerEnd, answer, begun, unpack, vital
 
@@ -48,8 +48,8 @@ class RewardsLoaded(Struct, frozen=True):
 class UserHostStart(Struct, frozen=True, kw_only=True):
     """The first call. A host that cannot load all of it is none for this run."""
 
-    files: dict[str, str]
-    """The digests of the user's files, by path (`same_model.py`)."""
+    code: Terms
+    """The user's files, and the packages that they import (`same_model.py`)."""
     rewards: tuple[RewardsLoaded, ...] = ()
     environments: tuple[FunctionSettings, ...] = ()
 
@@ -95,13 +95,13 @@ def serve_user_code(end: WorkerEnd, inbox: queue.Queue[Frame]) -> None:
     start = unpack(frame.payload, UserHostStart)
     answer(end, frame, lambda: load(start))
     begun()
-    asyncio.run(_Host(end, start.files).serve(inbox))
+    asyncio.run(_Host(end, start.code).serve(inbox))
 
 
 def load(start: UserHostStart) -> None:
     """Raises ConfigError if this machine cannot load the user's code."""
     try:
-        if problem := code_problem(start.files):
+        if problem := code_problem(start.code):
             raise ConfigError(problem)
         for reward in start.rewards:
             check_functions(reward.specs, reward.sandbox)
@@ -113,8 +113,8 @@ def load(start: UserHostStart) -> None:
 
 
 class _Host:
-    def __init__(self, end: WorkerEnd, files: Mapping[str, str]) -> None:
-        self._end, self._files = end, files
+    def __init__(self, end: WorkerEnd, code: Terms) -> None:
+        self._end, self._code = end, code
         self._orders: dict[int, asyncio.Queue[Frame]] = {}
         """The orders for each process, from before it is there until it has ended."""
         self._running: dict[int, RunningProcess] = {}
@@ -155,7 +155,7 @@ class _Host:
 
     async def _run(self, asked: SpawnAsked) -> None:
         """Starts a process, and passes on what it says until it has ended."""
-        if problem := code_problem(self._files):  # it would compute something else than the processes before it
+        if problem := code_problem(self._code):  # it would compute something else than the processes before it
             refuse(f"the user's code has changed since this worker joined: {problem}")
         number = asked.number
         try:

@@ -7,6 +7,7 @@ import itertools
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.kinds import core_class
 from headrace.models.lora import LoraConfig
 from headrace.models.resolve import resolve_model
-from headrace.processes.joining.same_model import digests, weights_digest
+from headrace.processes.joining.same_model import changed_packages, digests, own_packages, weights_digest
 from headrace.processes.launch.forking import ForkLauncher, can_fork_for_parent, end_idle, load_ahead
 from headrace.processes.launch.local import LocalLauncher, environment
 from headrace.run.rehearsal.machine import may_have_gpu
@@ -43,15 +44,21 @@ if TYPE_CHECKING:
 
 def open_launcher(logs: Path) -> Launcher:
     """The launcher that runs take: child processes of the controller. Where there may be a GPU, each is a new interpreter, because no
-    process can use one that its parent has opened."""
-    return ForkLauncher(logs) if can_fork_for_parent() and not may_have_gpu() else LocalLauncher(logs)
+    process can use one that its parent has opened. None is started once torch or transformers are others: it would compute something else than
+    those before it."""
+    problem = partial(changed_packages, own_packages())
+    return ForkLauncher(logs, problem) if _forks() else LocalLauncher(logs, problem)
+
+
+def _forks() -> bool:
+    return can_fork_for_parent() and not may_have_gpu()
 
 
 @contextmanager
 def libraries_ahead(cores: Iterable[Sequence[int]]) -> Iterator[None]:
     """Within this context the libraries of workers on these cores are loaded, for workers that this thread starts in it. If none is started, the
     processes that load them end with it."""
-    if isinstance(open_launcher(Path()), ForkLauncher):
+    if _forks():
         for own in cores:
             load_ahead(environment(own))
     try:

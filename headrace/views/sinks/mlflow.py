@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,32 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         if self._run:
-            moment = int(1000 * at)
-            self._client.log_batch(self._run, [Metric(name, value, moment, step) for name, value in values.items()])
+            moment, named = int(1000 * at), plainly_named(values)
+            self._client.log_batch(self._run, [Metric(name, value, moment, step) for name, value in named.items()])
 
     def close(self) -> None:
         if self._run:
             self._client.set_terminated(self._run)
             self._run = ""
+
+
+_REFUSED = re.compile(r"[^/\w.\- :]")
+LONGEST = 250
+"""Characters of a name that MLflow takes."""
+
+
+def plainly_named(values: Mapping[str, float]) -> dict[str, float]:
+    """Returns the values by names that MLflow takes, which refuses all numbers of a call for one name: other characters than letters, digits and
+    `_-.: /` become underscores. A name that another one has then gets one more."""
+    found: dict[str, float] = {}
+    for name, value in sorted(values.items(), key=lambda item: item[0] != _plain(item[0])):
+        plain = _plain(name)
+        while plain in found:
+            plain += "_"
+        found[plain] = value
+    return found
+
+
+def _plain(name: str) -> str:
+    parts = _REFUSED.sub("_", name)[: LONGEST - 10].split("/")
+    return "/".join(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)

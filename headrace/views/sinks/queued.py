@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -114,11 +114,15 @@ class QueuedSink:
         dashboard: Dashboard,
         say: Callable[[str], None],
         *,
+        forgets_from: int | None = None,
         room: int = ROOM,
         patience: float | None = None,
     ) -> None:
-        """`name`: its setting below `observe`. `say`: records a warning; called by the thread that calls `record` and `close` only."""
+        """`name`: its setting below `observe`. `say`: records a warning; called by the thread that calls `record` and `close` only.
+        `forgets_from`: the first step whose numbers the dashboard drops when this process begins. Those of a warm start, whose steps are numbered
+        like the run's own, are then given again."""
         self._name, self._dashboard, self._say = name, dashboard, say
+        self._forgets_from = forgets_from
         self._patience = PATIENCE if patience is None else patience
         self.thread = OwnThread(name, last=dashboard.close, room=room)
         self._starts: list[RunStarted] = []
@@ -132,8 +136,12 @@ class QueuedSink:
             self.thread.call(partial(self._start, fact))
         if isinstance(fact, WarmStarted):
             self._warm = fact
+        elif isinstance(fact, RunStarted) and self._forgets_from is not None:
+            self._warm = state.warm
         if self._warm and state.started:
-            self.thread.call(partial(self._log_all, list(warm_scalars(self._warm)), time.time()))
+            first = self._forgets_from or 0
+            points = [(step, values) for step, values in warm_scalars(self._warm) if step >= first]
+            self.thread.call(partial(self._log_all, points, time.time()))
             self._warm = None
         step, values = scalars(fact, state)
         if values:
@@ -174,21 +182,37 @@ class QueuedSink:
 
 
 class _Hushed:
-    """A stream that drops what one thread writes, and passes on what all others write."""
+    """A stream that drops what some threads write, and passes on what all others write."""
 
-    def __init__(self, stream: Any, thread: int) -> None:
-        self._stream, self._thread = stream, thread
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
 
     def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+        return len(text) if threading.get_ident() in _silent else self._stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+_silent: set[int] = set()
+_changing, _streams = threading.Lock(), ExitStack()
+"""The streams are replaced by the first thread that is silent and put back by the last one: each for itself, the threads of two dashboards would
+leave one of the replacements behind."""
 
 
 @contextmanager
 def hushed() -> Iterator[None]:
     """Drops what this thread prints meanwhile, such as the greetings of a library on the screen of a run."""
     here = threading.get_ident()
-    with redirect_stdout(_Hushed(sys.stdout, here)), redirect_stderr(_Hushed(sys.stderr, here)):
+    with _changing:
+        if not _silent:
+            _streams.enter_context(redirect_stdout(_Hushed(sys.stdout)))
+            _streams.enter_context(redirect_stderr(_Hushed(sys.stderr)))
+        _silent.add(here)
+    try:
         yield
+    finally:
+        with _changing:
+            _silent.discard(here)
+            if not _silent:
+                _streams.close()

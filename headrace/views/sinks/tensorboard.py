@@ -12,14 +12,18 @@ from headrace.views.sinks.queued import QueuedSink
 
 
 def open_sink(run_dir: Path, resume_at_step: int | None, say: Callable[[str], None]) -> Sink:
-    return QueuedSink("tensorboard", TensorBoardFiles(run_dir / "tensorboard", resume_at_step), say)
+    again_from = None if resume_at_step is None else resume_at_step + 1
+    return QueuedSink(
+        "tensorboard", TensorBoardFiles(run_dir / "tensorboard", again_from), say, forgets_from=again_from
+    )
 
 
 class TensorBoardFiles:
     """Writes with TensorBoard's own writer, which needs neither torch nor TensorFlow. Its file is created with the first value."""
 
-    def __init__(self, directory: Path, resume_at_step: int | None = None) -> None:
-        self._directory, self._resume_at_step = directory, resume_at_step
+    def __init__(self, directory: Path, again_from: int | None = None) -> None:
+        """`again_from`: the first step that a resumed process does again; TensorBoard then drops what the killed one wrote of it and later ones."""
+        self._directory, self._again_from = directory, again_from
         self._writer: Any = None
 
     def start(self, fact: RunStarted) -> None:
@@ -38,11 +42,9 @@ class TensorBoardFiles:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         writer = EventFileWriter(str(self._directory))
-        if (
-            self._resume_at_step is not None
-        ):  # makes TensorBoard discard what the killed process wrote from this step on
+        if self._again_from is not None:
             start = SessionLog(status=SessionLog.START)
-            writer.add_event(Event(wall_time=at, step=self._resume_at_step + 1, session_log=start))
+            writer.add_event(Event(wall_time=at, step=self._again_from, session_log=start))
         return writer
 
     def close(self) -> None:

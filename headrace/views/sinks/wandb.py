@@ -42,6 +42,8 @@ class WandbRun:
                 mode=chosen_mode(os.environ),  # type: ignore[arg-type]
                 config=described(fact),
                 settings=wandb.Settings(
+                    # Otherwise `init` gives back a run that is open in this process: of another adapter, or of the user's own code.
+                    reinit="create_new",
                     console="off",
                     silent=True,
                     disable_git=True,

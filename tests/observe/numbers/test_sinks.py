@@ -33,8 +33,9 @@ from headrace.views.build import open_recorder
 from headrace.views.config import ObserveConfig, check_installed
 from headrace.views.screen.live import frame
 from headrace.views.sinks import queued
-from headrace.views.sinks.queued import Dashboard, QueuedSink, id_on_dashboards
-from headrace.views.sinks.wandb import chosen_mode
+from headrace.views.sinks.mlflow import plainly_named
+from headrace.views.sinks.queued import Dashboard, QueuedSink, hushed, id_on_dashboards
+from headrace.views.sinks.wandb import WandbRun, chosen_mode
 from headrace.views.sinks.webhook import EVERY, HELD, Alert, AlertChoice, Webhook, address_of, body_of, post
 from support.fact_stream import FactStream, standing
 from support.runs.beside import until
@@ -164,6 +165,27 @@ def test_wandb_gets_the_scalars_in_files_without_an_account(tmp_path: Path, monk
     assert len(names) == 1, "one run, continued"
     assert [step for step, _ in points] == [1, 2, 3, 4, 5, 6, 5]
     assert [value for _, value in points] == pytest.approx([*REWARDS, REWARDS[4]])
+
+
+@pytest.mark.slow  # wandb starts a process of its own
+def test_wandb_keeps_runs_of_one_process_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    runs = {}
+    for number, name in enumerate(("first", "second")):
+        (tmp_path / name).mkdir()
+        runs[name] = WandbRun(tmp_path / name)
+        runs[name].start(FactStream(steps=6).start())
+        runs[name].log(1, {"reward/trained": float(number)}, 0.0)
+    for name, run in runs.items():
+        run.close()
+        (file,) = (tmp_path / name).glob("wandb/offline-run-*/*.wandb")
+        until(partial(_is_whole, file))
+        rows = [
+            {item.key or "/".join(item.nested_key): item.value_json for item in found.history.item}
+            for found in _wandb_records(file)
+        ]
+        assert [float(row["reward/trained"]) for row in rows if "reward/trained" in row] == [float(name == "second")]
 
 
 def _is_whole(file: Path) -> bool:
@@ -479,6 +501,84 @@ def test_a_dashboard_has_the_losses_of_a_warm_start_once_it_knows_the_run(tmp_pa
         for step, value, share in ((0, 2.5, 0.5), (2, 1.75, 0.75), (4, 1.5, 1.0))
     ]
     assert [told for told in dashboard.told[4:] if told != "start"] == expected
+
+
+def test_tensorboard_keeps_a_warm_start_whose_steps_are_numbered_like_those_that_are_done_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config, warm = ObserveConfig(terminal="off", tensorboard=True), replace(WARM, losses=(5.0, 4.0, 3.0, 2.0, 1.0, 0.5))
+    record(config, tmp_path, [warm, *FACTS])
+    recorder = open_recorder(config, tmp_path, standing([warm, *FACTS], 4))
+    recorder.begin()
+    recorder.record(FactStream(steps=6).start(resumed_at=4))
+    recorder.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in read.Scalars("warm_start/loss")] == [*enumerate(warm.losses, 1)]
+    assert [event.step for event in read.Scalars("reward/trained")] == [1, 2, 3, 4]
+
+
+def test_threads_that_are_silent_at_once_leave_the_streams_as_they_were(capsys: pytest.CaptureFixture[str]) -> None:
+    before, first, second = (sys.stdout, sys.stderr), threading.Event(), threading.Event()
+
+    def early() -> None:
+        with hushed():
+            print("greeting")
+            first.set()
+            second.wait(60)
+
+    thread = threading.Thread(target=early)
+    thread.start()
+    first.wait(60)
+    with hushed():
+        second.set()
+        thread.join()
+        print("greeting")
+    assert (sys.stdout, sys.stderr) == before
+    print("of the run")
+    assert capsys.readouterr().out == "of the run\n"
+
+
+def test_names_that_mlflow_refuses_are_written_otherwise_and_none_is_lost() -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.utils.validation import _validate_metric_name  # type: ignore[attr-defined]
+
+    names = [
+        "reward/a(b)",
+        "reward/a_b_",
+        "reward/größe",
+        "reward/a:b",
+        "reward/π²",
+        "reward/..",
+        "x" * 400,
+        "reward/a,b",
+    ]
+    found = plainly_named({name: float(place) for place, name in enumerate(names)})
+    for name in found:
+        _validate_metric_name(name)
+    assert sorted(found.values()) == [float(place) for place in range(len(names))]
+    assert found["reward/a_b_"] == 1.0 and found["reward/größe"] == 2.0, "a name that is taken keeps its number"
+
+
+def test_a_count_that_was_not_zero_once_has_a_point_at_each_later_step(tmp_path: Path) -> None:
+    """A dashboard would go on showing the last point otherwise."""
+    steps = [fact for fact in FACTS if isinstance(fact, StepTrained)]
+    state, seen = RunState(), []
+    for number, fact in enumerate(steps):
+        row = replace(summarise(fact), mixed_tokens=7 * (number == 2))
+        state.fold(row)
+        seen.append(scalars(row, state)[1].get("lag/mixed_tokens"))
+    assert seen == [None, None, 7.0, 0.0, 0.0, 0.0]
+
+
+def test_a_reward_function_named_like_a_number_of_the_run_hides_none() -> None:
+    row = next(summarise(fact) for fact in FACTS if isinstance(fact, StepTrained))
+    row = replace(row, components={"trained": 123.0, "std": 7.0, "exact": 5.0})
+    state = RunState()
+    state.fold(row)
+    values = scalars(row, state)[1]
+    assert values["reward/trained"] == row.reward_mean and values["reward/std"] == row.reward_std
+    assert (values["reward/trained#2"], values["reward/std#2"], values["reward/exact"]) == (123.0, 7.0, 5.0)
 
 
 def test_the_live_view_shows_the_losses_of_a_warm_start() -> None:

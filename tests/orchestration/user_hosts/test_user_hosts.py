@@ -482,11 +482,11 @@ def test_the_user_s_files_are_compared_by_content(tmp_path: Path) -> None:
     (terms,) = terms_of_code(config).values()
     path = str(tmp_path / "reward.py")
     assert list(terms.files) == [path] and not agree_to(terms).unable
-    assert start_of(config, "scorer").files == terms.files
+    assert start_of(config, "scorer").code == terms
     (tmp_path / "reward.py").write_text("def exact(completions, **columns):\n    return [0.5] * len(completions)\n")
     assert "is not the run's: its content differs" in agree_to(terms).unable
     (tmp_path / "reward.py").unlink()
-    assert f"the run's file {path} is not on this machine" in code_problem(terms.files)
+    assert f"the run's file {path} is not on this machine" in code_problem(terms)
     with pytest.raises(ConfigError, match="cannot be read"):
         code_terms([path])
 

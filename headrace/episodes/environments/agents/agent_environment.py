@@ -55,7 +55,7 @@ class Agents:
         self.watch = MemoryWatch(self.memory)
         self.reaper = Reaper()
         self.code = code_of(self.config.command)
-        """The digests of the files that the command names, as the first agent has them."""
+        """The files that the command names, and the packages that they import, as the first agent has them."""
 
     def make(self, prompt: Prompt, seed: int) -> Environment:
         return AgentEnvironment(prompt, seed, self)

@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +18,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from headrace.core.errors import RolloutFailed
 from headrace.core.rewards import named_twice
 from headrace.episodes.environments.agents import agent_reaper
 from headrace.processes.health.owned_directory import OwnedDirectory
 from headrace.processes.health.patience import within
+from headrace.processes.joining.greeting import Terms
 from headrace.processes.joining.same_model import code_terms
 from headrace.processes.process_end import ending, signal_group
 from headrace.settings.secrets import OWN
@@ -160,9 +164,13 @@ LARGEST_CODE = 1 << 20
 """Bytes. A larger file of a command is a program that somebody has built, and is not looked at."""
 
 
-def code_of(command: Sequence[str]) -> dict[str, str]:
-    """Returns the digests of the files that a command names, and of those that they import from beside them, for `changed_code`."""
-    return code_terms(word for word in command if _is_code(word)).files
+def code_of(command: Sequence[str]) -> Terms:
+    """Returns the files that a command names, those that they import from beside them, and the packages that they import if this environment's
+    Python runs them, for `changed_code`."""
+    terms = code_terms(word for word in command if _is_code(word))
+    program = shutil.which(command[0]) or ""
+    ours = os.path.dirname(program) == os.path.dirname(sys.executable)
+    return terms if ours else msgspec.structs.replace(terms, packages={})
 
 
 def _is_code(word: str) -> bool:
