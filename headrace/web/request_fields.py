@@ -167,21 +167,21 @@ def note_unknown(scope: Scope, read: object, body: bytes) -> None:
         scope[HEADER] = names
 
 
-_SHOWN = (
-    "image",
-    "images",
-    "image_url",
-    "image_urls",
-    "image_data",
-    "input_image",
-    "video",
-    "videos",
-    "video_url",
-    "audio_url",
+_NOT_TEXT = frozenset(
+    (
+        "image",
+        "images",
+        "image_url",
+        "image_urls",
+        "image_data",
+        "input_image",
+        "video",
+        "videos",
+        "video_url",
+        "audio_url",
+    )
 )
-_SHOWN += ("input_audio", "file", "files", "attachments", "documents", "multi_modal_data")
-_Element = dict[str, msgspec.Raw] | list[msgspec.Raw] | str | float | bool | None
-_decode_messages = msgspec.json.Decoder(list[_Element]).decode
+_NOT_TEXT |= {"input_audio", "file", "files", "attachments", "documents", "multi_modal_data"}
 """Fields beside the text of a message in which clients of other servers give what is no text."""
 
 
@@ -191,10 +191,14 @@ def _beside_texts(read: OpenBody, body: bytes) -> Iterator[str]:
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).get(name)
         if given is None or not bytes(given).lstrip().startswith(b"["):
             continue
-        for place, message in enumerate(_decode_messages(given)):
-            for field in _SHOWN if isinstance(message, dict) else ():
-                if field in message and not _asks_for_nothing(field, message[field]):
-                    yield f"{name}[{place}].{field}"
+        for place, message in enumerate(msgspec.json.decode(given, type=list[msgspec.Raw])):
+            if bytes(message).lstrip().startswith(b"{"):
+                fields = msgspec.json.decode(message, type=dict[str, msgspec.Raw])
+                yield from (
+                    f"{name}[{place}].{field}"
+                    for field in sorted(_NOT_TEXT & fields.keys())
+                    if not _asks_for_nothing(field, fields[field])
+                )
 
 
 def note_ignored(scope: Scope, name: str) -> None:
