@@ -628,6 +628,7 @@ FAMILIES: Mapping[str, OwnFamily] = {
         names=Names(behind_attention="post_norm1", behind_mlp="post_norm2"),
         logit_scale=lambda config: config.logits_scaling,
     ),
+    "arcee": OwnFamily(names=Names(gate_up=("mlp.up_proj",)), ungated=True, sure=False),
     "phi3": OwnFamily(names=replace(GATE_UP, qkv=("self_attn.qkv_proj",)), sure=False),
     "lfm2": CONVOLVING,
     "lfm3": replace(CONVOLVING, names=LFM3),

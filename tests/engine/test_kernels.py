@@ -135,6 +135,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 6,
         "num_key_value_heads": 2,
     },
+    "arcee": {"head_dim": 32},
     "gemma4_text": {
         "head_dim": 48,
         "global_head_dim": 64,
@@ -386,6 +387,7 @@ def test_blocks_that_were_taken_out_go_on_in_other_memory(name):
         ("granite4-hybrid", torch.float32),
         ("falcon_h1", torch.float32),
         ("nemotron_h", torch.float32),
+        ("arcee", BF16),
         ("gemma4_text", torch.float32),
         pytest.param("cohere2", BF16, marks=pytest.mark.slow),
     ],

@@ -263,6 +263,7 @@ CONVOLUTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         "nemotron_h",
         {"head_dim": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16},
     ),
+    "arcee": ("arcee", BIASED),
     "falcon_h1": ("falcon_h1", FALCON_H1),
     "falcon_h1-gate-first": ("falcon_h1", {**FALCON_H1, "mamba_norm_before_gate": False}),
     "falcon_h1-plain": ("falcon_h1", {**FALCON_H1, "mamba_rms_norm": False}),
