@@ -167,22 +167,13 @@ def note_unknown(scope: Scope, read: object, body: bytes) -> None:
         scope[HEADER] = names
 
 
-_SHOWN = (
-    "image",
-    "images",
-    "image_url",
-    "image_urls",
-    "image_data",
-    "input_image",
-    "video",
-    "videos",
-    "video_url",
-    "audio_url",
+_SHOWN = frozenset(
+    "image images image_url image_urls image_data input_image video videos video_url audio_url input_audio file files attachments documents "
+    "multi_modal_data".split()
 )
-_SHOWN += ("input_audio", "file", "files", "attachments", "documents", "multi_modal_data")
+"""Fields beside the text of a message in which clients of other servers give what is no text."""
 _Element = dict[str, msgspec.Raw] | list[msgspec.Raw] | str | float | bool | None
 _decode_messages = msgspec.json.Decoder(list[_Element]).decode
-"""Fields beside the text of a message in which clients of other servers give what is no text."""
 
 
 def _beside_texts(read: OpenBody, body: bytes) -> Iterator[str]:
@@ -192,8 +183,9 @@ def _beside_texts(read: OpenBody, body: bytes) -> Iterator[str]:
         if given is None or not bytes(given).lstrip().startswith(b"["):
             continue
         for place, message in enumerate(_decode_messages(given)):
-            for field in _SHOWN if isinstance(message, dict) else ():
-                if field in message and not _asks_for_nothing(field, message[field]):
+            fields = message if isinstance(message, dict) else {}
+            for field in sorted(_SHOWN & fields.keys()):
+                if not _asks_for_nothing(field, fields[field]):
                     yield f"{name}[{place}].{field}"
 
 
