@@ -168,8 +168,24 @@ def note_unknown(scope: Scope, read: object, body: bytes) -> None:
 
 
 _SHOWN = frozenset(
-    "image images image_url image_urls image_data input_image video videos video_url audio_url input_audio file files attachments documents "
-    "multi_modal_data".split()
+    [
+        "image",
+        "images",
+        "image_url",
+        "image_urls",
+        "image_data",
+        "input_image",
+        "video",
+        "videos",
+        "video_url",
+        "audio_url",
+        "input_audio",
+        "file",
+        "files",
+        "attachments",
+        "documents",
+        "multi_modal_data",
+    ]
 )
 """Fields beside the text of a message in which clients of other servers give what is no text."""
 _Element = dict[str, msgspec.Raw] | list[msgspec.Raw] | str | float | bool | None
