@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,12 +18,13 @@ from pydantic import ValidationError
 from headrace.core.batches import Failure
 from headrace.core.errors import ConfigError
 from headrace.core.types import Completion, Episode, Prompt, Scored, Turn, VersionSpan
+from headrace.engine.remote.connection import Connection
 from headrace.episodes.scoring.config import RewardConfig, RewardSpec
 from headrace.episodes.scoring.job import Effort, ScoringJob
 from headrace.episodes.scoring.parts import SCORES, ScoreLog
 from headrace.episodes.scoring.reward_scorer import RewardScorer
 from headrace.episodes.scoring.services.config import ServiceConfig
-from headrace.episodes.scoring.services.endpoint import FIRST_PAUSE, HttpService
+from headrace.episodes.scoring.services.endpoint import FIRST_PAUSE, HttpPoster, HttpService
 from headrace.facts.facts import ScorerAsked
 from headrace.facts.telemetry import Telemetry
 from headrace.facts.waits import Waits
@@ -297,6 +300,41 @@ def test_a_server_that_hangs_or_refuses_over_a_real_connection(given, more, reas
         return found
 
     assert over_http(work, **given) == [reason]
+
+
+@pytest.mark.parametrize("client", ["scorer", "engine"])
+def test_a_second_answer_to_one_request_is_not_that_to_the_next(client: str):
+    """As of a proxy that retries. It comes when the first has been read, and the connection could be used again."""
+    doubled = []
+
+    async def twice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).lower()
+                asked = await reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
+                answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(asked), asked)
+                writer.write(answer)
+                await asyncio.sleep(0.05)
+                writer.write(answer)
+                doubled.append(asked)
+        writer.close()
+
+    async def main() -> list[Any]:
+        server = await asyncio.start_server(twice, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        poster, engine, found = HttpPoster(), Connection(url), list[Any]()
+        for number in range(3):
+            if client == "scorer":
+                found.append(json.loads((await poster.post(url, b"%d" % number, {}, 9.0)).body))
+            else:
+                found.append(await engine.post("/x", number, 9.0))
+            await asyncio.sleep(0.15)
+        await poster.close()
+        await engine.close()
+        server.close()
+        return found
+
+    assert asyncio.run(main()) == [0, 1, 2] and len(doubled) == 3
 
 
 def test_nobody_listens():

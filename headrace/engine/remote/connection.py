@@ -1,4 +1,4 @@
-"""One server: its pool of connections, its token, deadlines, answers and streams. It knows no route."""
+"""One server: its connections, its token, deadlines, answers and streams. It knows no route."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ class Connection:
 
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
-            # Every request in progress has a connection of its own: a limit would silently make some wait for others.
-            raise_open_files()  # each request has a connection of its own
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+            # Every request has a connection of its own: a limit would silently make some wait for others, and on a connection that is used again a
+            # second answer to an earlier request (of a proxy that retries, of a server that fails late) is read as that to the next.
+            raise_open_files()
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._session = aiohttp.ClientSession(
                 headers=self._headers, connector=connector, timeout=timeout, read_bufsize=LONGEST_LINE, trust_env=False
             )

@@ -90,8 +90,9 @@ class HttpPoster:
 
         if self._session is None:
             # Each endpoint limits its own requests; a limit here would silently make one scorer wait for another.
-            raise_open_files()  # each request has a connection of its own
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+            raise_open_files()
+            # Each request has a connection of its own: on one that is used again, a second answer to an earlier request is read as that to the next.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, trust_env=True)
         return self._session
