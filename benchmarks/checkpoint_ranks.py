@@ -48,9 +48,16 @@ SHAPE = {
 }
 
 
-def batch(step: int) -> Batch:
+def batch(step: int, tokens: int = 64) -> Batch:
     rows = tuple(
-        Row((1, 2, 3), tuple(range(10, 74)), (-1.0,) * 64, (advantage,) * 64, (True,) * 64, (step,) * 64)
+        Row(
+            (1, 2, 3),
+            tuple(range(10, 10 + tokens)),
+            (-1.0,) * tokens,
+            (advantage,) * tokens,
+            (True,) * tokens,
+            (step,) * tokens,
+        )
         for advantage in (1.0, -1.0)
     )
     return Batch(step, (Group(0, Prompt("p", "", (1, 2, 3)), (), rows),), 1.0)
